@@ -16,6 +16,7 @@ import numpy as np
 STRETCH_STEPS = 16  # steps of a stretch; a resident counts for up to so many tokens too many
 MAX_PEAK_ENDS = 4  # ends that are looked at, of `PeakKV`
 MAX_STRETCHES = 512  # kept at a time; what ends later counts as ending in the last
+NOT_HERE = (None, -1)  # of a request that is no resident
 
 
 class KVForecast:
@@ -36,18 +37,22 @@ class KVForecast:
 
     def add(self, id: str, length: int, remaining: float, step: int) -> None:
         """Adds a resident with `length` tokens at `step` and `remaining` to come, or updates it."""
-        self.drop(id)
         base, end = length - step, step + max(1, round(remaining))
+        base_before, end_before = self._of.get(id, NOT_HERE)
+        begin = self._stretches_until(end_before)
+        if base != base_before or end < end_before:  # else it decodes as forecast, and goes on for longer
+            self.drop(id)
+            begin = 0
+        self._count(base, begin, self._stretches_until(end), 1)
         self._of[id] = base, end
         heappush(self._ends, (end, id))
-        self._count(base, end, 1)
 
     def drop(self, id: str) -> None:
         """Removes a resident, if it is here."""
         found = self._of.pop(id, None)
         if found is None:
             return
-        self._count(*found, -1)
+        self._count(found[0], 0, self._stretches_until(found[1]), -1)
         if not self._of:
             self._used = 0
             self._ends.clear()
@@ -64,11 +69,10 @@ class KVForecast:
 
     def peak_with(self, length: int, remaining: float, step: int) -> int:
         """Returns the most tokens at any time from `step` on with one resident more, of `length` tokens and `remaining`
-        to come.
-        """
+        to come."""
         at = self._at(step)
         base, end = length - step, step + max(1, round(remaining))
-        until = max(at, self._stretch(end)) + 1
+        until = max(at + 1, self._stretches_until(end))
         beside = int((self._sums[at:until] + self._after[at:until]).max()) + base + self._first
         later = int(self._sums[until : self._used].max()) if until < self._used else 0
         return max(beside, later)
@@ -81,13 +85,9 @@ class KVForecast:
         late: list[str] = []
         while self._ends and self._ends[0][0] <= step:
             end, id = heappop(self._ends)
-            if self._of.get(id, (0, -1))[1] == end:
+            if self._of.get(id, NOT_HERE)[1] == end:
                 late.append(id)
         return late
-
-    def _stretch(self, step: int) -> int:
-        """Returns the stretch of a step, below 0 if it is before the first."""
-        return min((step - self._first) // STRETCH_STEPS, MAX_STRETCHES - 1)
 
     def _at(self, step: int) -> int:
         """Returns the stretch of `step`, and drops past stretches now and then."""
@@ -103,14 +103,18 @@ class KVForecast:
         self._sums[:] = 0
         self._used = 0
         for base, end in self._of.values():
-            self._count(base, end, 1)
+            self._count(base, 0, self._stretches_until(end), 1)
 
-    def _count(self, base: int, end: int, times: int) -> None:
-        """Adds a resident to the sums up to its end (`times` 1), or removes it (-1)."""
+    def _stretches_until(self, end: int) -> int:
+        """Returns the number of stretches up to an end; 0: it was before the first."""
+        return max(0, min((end - self._first) // STRETCH_STEPS + 1, MAX_STRETCHES))
+
+    def _count(self, base: int, begin: int, until: int, times: int) -> None:
+        """Adds a resident to the sums of stretches from `begin` until before `until`; with `times` -1 it removes it."""
         self.changes += 1
-        until = max(0, self._stretch(end) + 1)  # 0: it ended before the first
-        self._sums[:until] += times * (base + self._first + self._after[:until])
-        self._used = max(self._used, until)
+        if begin < until:
+            self._sums[begin:until] += times * (base + self._first + self._after[begin:until])
+            self._used = max(self._used, until)
 
 
 class PeakKV:

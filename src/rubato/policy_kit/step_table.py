@@ -1,6 +1,5 @@
 """Keeps step times by (batch size, KV), as PolyServe profiles them (its §4.5): asked of the latency model once each,
-and again when its predictions have changed.
-"""
+and again when its predictions have changed."""
 
 from __future__ import annotations
 
@@ -30,9 +29,7 @@ class StepTable:
         self._decodes = cache(lambda seqs, kv: latency.step_time(Shape.decodes(seqs, kv)))
         self._chunk = cache(self._find_chunk)
         self._alone = cache(lambda prompt, cached: prefill_time(latency, prompt, cached, most))
-        self._in_chunks = cache(
-            lambda prompt, cached, budget: dynamic_prefill_time(latency, prompt, cached, budget, most)
-        )
+        self._in_chunks = cache(lambda new, cached, budget: dynamic_prefill_time(latency, new, cached, budget, most))
         self._probed = (-inf, 0.0)  # when, and what a step of some size took
 
     def renew(self, now: float) -> None:
@@ -42,11 +39,10 @@ class StepTable:
             return
         probe = self._latency.step_time(PROBE_SHAPE)
         if abs(probe - before) > 0.02 * before:
+            before = probe
             for times in (self._decodes, self._chunk, self._alone, self._in_chunks):
                 times.cache_clear()
-        else:
-            probe = before
-        self._probed = (now, probe)
+        self._probed = (now, before)
 
     # Rounded up here and not by a function: a router asks dozens of times for a request that it places.
 
@@ -71,8 +67,7 @@ class StepTable:
 
     def in_chunks(self, prompt: int, cached: int, budget: int) -> float:
         """Returns the seconds of a prompt's tokens after the cached ones, alone and in dynamic chunks
-        (`prefill_queue`).
-        """
+        (`prefill_queue`)."""
         grain = PROMPT_GRAIN_TOKENS
         return self._in_chunks(-(-prompt // grain) * grain, -(-cached // grain) * grain, budget)
 

@@ -50,6 +50,7 @@ class BookedReplica:
         """Takes the current view."""
         self.view = view
         self.capacity = view.kv_total * view.limits.block_size  # tokens of KV
+        self.seats = view.limits.max_num_seqs
 
     @property
     def empty(self) -> bool:
@@ -97,13 +98,12 @@ class BookedReplica:
 
     def predict_overdue(self, step: int) -> bool:
         """Predicts residents again that outlived their predicted length; returns whether there were any."""
-        if not (late := self.forecast.overdue(step)):
-            return False
-        known = self.view.known
+        late = self.forecast.overdue(step)
+        known = self.view.known if late else {}
         for id in late:
             seq = known.get(id)
             self.forecast.add(id, seq.length if seq else 1, remaining_output(seq) if seq else 1.0, step)
-        return True
+        return bool(late)
 
 
 Replica = TypeVar("Replica", bound=BookedReplica)

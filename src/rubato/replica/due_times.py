@@ -22,6 +22,7 @@ class DueTimes:
     def __init__(self) -> None:
         self._seqs: list[Seq] = []
         self._columns: NDArray[np.float64] = np.zeros((8, 64))
+        self._has_pauses = False  # some sequence had a `pause` so far
 
     def add(self, seq: Seq) -> None:
         """Adds a sequence that started."""
@@ -49,7 +50,7 @@ class DueTimes:
         due *= tpot
         due += first
         np.minimum(due, end, out=due)
-        if pause.min(initial=inf) < inf:
+        if self._has_pauses:
             moved = (moves > 0.0) & (since < steps.tick)
             np.minimum(due, np.where(moved, steps.last if steps.count else inf, last) + pause, out=due)
         return due
@@ -57,11 +58,11 @@ class DueTimes:
     def first_decode(self, steps: StepEnds, now: float, ended: Sequence[Seq]) -> float:
         """Returns the earliest due time from `now` on among decodes that are not `ended`; inf for none."""
         due = self.at(steps)
-        due[(self._columns[1, : len(due)] == 0.0) | (due < now)] = inf
         for seq in ended:
             if seq.decoding:
                 due[self._seqs.index(seq)] = inf
-        return float(due.min(initial=inf))
+        counts = (self._columns[1, : len(due)] > 0.0) & (due >= now)
+        return float(np.minimum.reduce(due, initial=inf, where=counts))
 
     def _write(self, i: int, seq: Seq) -> None:
         """Fills the columns of the i-th sequence."""
@@ -70,4 +71,5 @@ class DueTimes:
         if tpot == inf:  # no SLO after the first token
             first, tpot = (inf if seq.output else first), 0.0
         last, since = seq.last_token_at, seq.steps.tick
+        self._has_pauses |= due.max_pause < inf
         self._columns[:, i] = seq._output, seq.decoding, first, tpot, due.end, due.max_pause, last, since

@@ -73,8 +73,7 @@ class GroupingRouter(TierRouter[TierReplica]):
             enlist: whether the replica is to change its group, which it cannot while KV is on its way there
         """
         pool = [r for r in self._replicas.values() if r.group is None and r is not besides and not is_source(r, seq)]
-        if enlist:
-            pool = [r for r in pool if not r.receives_kv()]
+        pool = [r for r in pool if not (enlist and r.receives_kv())]
         return min(pool, key=lambda r: (len(r.forecast), r.index), default=None)
 
     def _enlist(self, replica: TierReplica, group: int, routing: RoutingRound) -> None:

@@ -18,7 +18,6 @@ from rubato.policy_kit.tier_fleet import PREFILL_GROUP, BookedReplica
 # longer than predicted.
 DELAY_MARGIN_SHARE = 0.1
 
-
 TimedPrompt = tuple[float, int, int, float]  # due, pending tokens, cached tokens, seconds in chunks
 
 
@@ -60,27 +59,29 @@ class WorkAhead:
 
     Args:
         key: state of the replica
+        busy_until: when its step in flight ends
         backlog: prompt tokens in no step yet
         kv: tokens of the decodes
-        longest: tokens of the longest prompt here
-        max_chunk: prompt tokens that a step has room for
+        longest: tokens of the longest prompt here, 0 without a backlog
         chunk: prompt tokens that keep a step within the TPOT
-        decode_seconds: that decodes add to a step
         backlog_chunks: number of chunks of the backlog
         chunk_seconds: of a step with such a chunk
         first_due: time at which the first decode is due; NaN: not looked up yet
     """
 
     key: tuple[float, ...]
+    busy_until: float = 0.0
     backlog: int = 0
     kv: int = 0
     longest: int = 0
-    max_chunk: int = 1
     chunk: int = 1
-    decode_seconds: float = 0.0
     backlog_chunks: float = 0.0
     chunk_seconds: float = 0.0
     first_due: float = nan
+
+    def least_seconds(self, pending: int) -> float:
+        """Returns a lower bound of the seconds in chunks of this work and a prompt's tokens; 0 without a backlog."""
+        return ceil(pending / self.chunk + self.backlog_chunks) * self.chunk_seconds if self.chunk else inf
 
 
 class TierReplica(BookedReplica):
@@ -159,20 +160,14 @@ class TierReplica(BookedReplica):
             is_alone: whether all that are here leave
             later: whether it comes with its KV, once another replica has prefilled it
         """
-        step = self.renew(now)
-        count = 1 if is_alone else len(self.forecast) + 1
-        if count > self.view.limits.max_num_seqs:
-            return None
-        when = now
-        if count > 1 and not (later or request.moves):
-            when = self._prefilled_at(request, tpot, step, now)
+        count, when = 1 if is_alone else len(self.forecast) + 1, now
+        if 1 < count <= self.seats and not (later or request.moves):
+            when = self._prefilled_at(request, tpot, now)
             if when > request.due:  # checked before the KV, which takes longer
                 return None
-        if count > 1:
-            peak = self.forecast.peak_with(request.length, request.remaining, step)
-        else:
-            peak = request.final_length
-        if peak > self.capacity or self.steps.decodes(count, peak) > tpot:
+        step = self.renew(now)
+        peak = self.forecast.peak_with(request.length, request.remaining, step) if count > 1 else request.final_length
+        if count > self.seats or peak > self.capacity or self.steps.decodes(count, peak) > tpot:
             return None
         if later:
             return now
@@ -201,61 +196,67 @@ class TierReplica(BookedReplica):
         late = request.transfer_seconds - wait  # after the step that runs: it then waits for the end of another one
         return now + wait + each + (max(0.0, late) if wait == 0.0 else each * max(0, ceil(late / each)))
 
-    def _prefilled_at(self, request: HeldRequest, tpot: float, step: int, now: float) -> float:
+    def _prefilled_at(self, request: HeldRequest, tpot: float, now: float) -> float:
         """Returns when a request's prompt would be through, behind those that are here, in chunks beside the decodes as
-        their KV is now; inf if a step has no room for a chunk, or if it is late at the least. The time that decodes can
-        lend (`Scheduler`) counts if it would be late without."""
-        view, ahead, seqs = self.view, self._ahead, len(self.forecast)
-        key = (step, busy_until := view.busy_until, view.pending, self.added_tokens, self.forecast.changes, tpot)
-        if key != ahead.key:
-            ahead = self._ahead = self._find_work_ahead(key, tpot, step, seqs)
-        at, due, wanted = now + max(0.0, busy_until - now), request.due, ahead.backlog + request.pending
-        # Seconds in steps as long as the engine takes them, if the decodes lend enough.
-        whole = self.steps.isolated_seconds(wanted) + ceil(wanted / ahead.max_chunk) * ahead.decode_seconds
+        their KV is now; inf if a step has no room for a chunk, or if it is late. The time that decodes can lend
+        (`Scheduler`) counts if it would be late without: from the end of the step in flight until a TPOT before the
+        first of them, or of the prompts here, is due."""
+        ahead, due, pending = self._look_ahead(tpot, now), request.due, request.pending
+        begin, seconds = now + max(0.0, ahead.busy_until - now), inf
         # Most that ask a full replica are late in any case, as what is known of it tells without asking for chunks.
-        chunks = request.pending / ahead.chunk + ahead.backlog_chunks if ahead.chunk else inf
-        is_late = chunks == inf or at + ceil(chunks) * ahead.chunk_seconds > due
-        if is_late and (self.added_tokens or at + whole > due or self._lead(ahead, tpot, at, now) <= tpot):
-            return inf
-        tokens, each = self.steps.chunk(tpot, seqs, ahead.kv, request.pending)
-        if tokens < 1:
-            return inf
-        steps = request.pending / tokens
-        if ahead.backlog:
-            tokens, slower = self.steps.chunk(tpot, seqs, ahead.kv, ahead.longest or request.pending)
-            steps += ahead.backlog / max(1, tokens)
-            each = max(each, slower)
-        seconds = ceil(steps) * each
-        if at + seconds <= due or self.added_tokens or at + whole > due:  # the last: it is late however much is lent
-            return at + seconds
-        lead = self._lead(ahead, tpot, at, now)
-        if lead <= tpot or (lead := min(lead, first_prompt_due(view) - tpot - at)) <= tpot:
-            return at + seconds
-        if whole <= lead:
-            return at + whole
-        return at + (lead + (1.0 - lead / whole) * seconds)
-
-    def _lead(self, ahead: WorkAhead, tpot: float, at: float, now: float) -> float:
-        """Returns the seconds that decodes can lend: from `at` until a TPOT before the first decode is due."""
+        if begin + ahead.least_seconds(pending) <= due:
+            seconds = self._seconds_in_chunks(ahead, tpot, pending)
+        if begin + seconds <= due or self.added_tokens:
+            return begin + seconds
         if not ahead.first_due >= now:  # decodes that were due before are late now
             ahead.first_due = self.view.first_decode_due
-        return ahead.first_due + (tpot if at > now else 0.0) - tpot - at
+        lead = ahead.first_due + (tpot if begin > now else 0.0) - tpot - begin
+        if lead <= tpot or begin + (whole := self._seconds_in_whole(ahead, pending)) > due:
+            return inf
+        lead = min(lead, first_prompt_due(self.view) - tpot - begin)
+        seconds = self._seconds_in_chunks(ahead, tpot, pending)
+        if lead <= tpot or seconds == inf:
+            return inf
+        return begin + (whole if whole <= lead else lead + (1.0 - lead / whole) * seconds)
 
-    def _find_work_ahead(self, key: tuple[float, ...], tpot: float, step: int, seqs: int) -> WorkAhead:
-        """Returns the work before a prompt that would come now."""
-        steps, kv, backlog, longest = self.steps, self.forecast.now(step), self._backlog(), self._longest_prompt()
-        max_chunk = self.view.limits.max_num_batched_tokens - seqs
-        chunk, _ = steps.chunk(tpot, seqs, kv, 0)
-        decode_seconds = steps.decodes(seqs, kv) - steps.decodes(1, 1)
-        work = WorkAhead(key, backlog, kv, longest, max_chunk, chunk, decode_seconds)
-        if backlog and longest:
-            backlog_chunk, work.chunk_seconds = steps.chunk(tpot, seqs, kv, longest)
+    def _seconds_in_whole(self, ahead: WorkAhead, pending: int) -> float:
+        """Returns the seconds of a prompt's pending tokens and the work ahead in as few steps as possible, beside the
+        decodes."""
+        seqs, wanted = len(self.forecast), ahead.backlog + pending
+        decode_seconds = self.steps.decodes(seqs, ahead.kv) - self.steps.decodes(1, 1)
+        rounds = ceil(wanted / (self.view.limits.max_num_batched_tokens - seqs))
+        return self.steps.isolated_seconds(wanted) + rounds * decode_seconds
+
+    def _seconds_in_chunks(self, ahead: WorkAhead, tpot: float, pending: int) -> float:
+        """Returns the seconds of a prompt's pending tokens behind the work ahead, in chunks that keep each step within
+        the TPOT; inf if a step has no room for one."""
+        seqs = len(self.forecast)
+        tokens, each = self.steps.chunk(tpot, seqs, ahead.kv, pending)
+        if tokens < 1:
+            return inf
+        steps = pending / tokens
+        if ahead.backlog:
+            tokens, slower = self.steps.chunk(tpot, seqs, ahead.kv, ahead.longest or pending)
+            steps += ahead.backlog / max(1, tokens)
+            each = max(each, slower)
+        return ceil(steps) * each
+
+    def _look_ahead(self, tpot: float, now: float) -> WorkAhead:
+        """Returns the work before a prompt that comes now, as last worked out unless the replica's state is another."""
+        self.steps.renew(now)
+        view, forecast = self.view, self.forecast
+        key = (view.steps, view.busy_until, view.pending, self.added_tokens, forecast.changes, tpot)
+        if key == self._ahead.key:
+            return self._ahead
+        self.predict_overdue(view.steps)
+        seqs, kv, backlog = len(forecast), forecast.now(view.steps), self._backlog()
+        self._ahead = work = WorkAhead((*key[:4], forecast.changes, tpot), key[1], backlog, kv)
+        if backlog and (prompts := (*view.prefilling, *view.waiting)):
+            work.longest = max([s.length for s in prompts])
+            work.chunk, _ = self.steps.chunk(tpot, seqs, kv, 0)
+            backlog_chunk, work.chunk_seconds = self.steps.chunk(tpot, seqs, kv, work.longest)
             work.backlog_chunks = backlog / max(1, backlog_chunk)
         return work
-
-    def _longest_prompt(self) -> int:
-        """Returns the tokens of the longest prompt here that is not done, 0 for none."""
-        return max([s.length for s in (*self.view.prefilling, *self.view.waiting)], default=0)
 
     def prefills_in_time(self, request: HeldRequest, now: float) -> bool:
         """Returns whether a prompt and those behind it would be done in time in the queue here, nearest deadline first,
@@ -326,11 +327,9 @@ class TierReplica(BookedReplica):
 
     def _backlog(self) -> int:
         """Returns the prompt tokens that are in no step yet, including this dispatch's placements."""
-        view = self.view
-        flight = view.in_flight
-        return (
-            max(0, view.pending - view.decodes.seqs - (flight.tokens - flight.seqs + flight.chunks)) + self.added_tokens
-        )
+        view, flight = self.view, self.view.in_flight
+        in_steps = view.decodes.seqs + flight.tokens - flight.seqs + flight.chunks
+        return max(0, view.pending - in_steps) + self.added_tokens
 
 
 def is_source(replica: TierReplica, seq: SeqView) -> bool:
