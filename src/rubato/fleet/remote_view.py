@@ -229,32 +229,32 @@ class RemoteReplica:
         return replace(seq.request, progress=seq.progress(seq.delays_elsewhere) if has_progress else None)
 
     def _apply_snapshot(self, snapshot: Sequence[SnapshotEntry], now: float) -> None:
-        """Replaces the state by a snapshot. A submitted request that is not in it counts as waiting."""
-        before = {**self._waiting, **self._running, **self._arriving}
+        """Replaces the state by a snapshot. A submitted request that is not in it counts as waiting, or still as one
+        whose KV comes: the replica had not heard of it yet."""
+        unreported = {**self._waiting, **self._running, **self._arriving}
         leaving, arriving = self._leaving, self._arriving
         self._waiting, self._running, self._arriving, self._leaving = {}, {}, {}, {}
         unsubmitted, self._unsubmitted_ids = self._unsubmitted_ids, set()
         self._reported_ids -= unsubmitted
-        for one in snapshot:
-            self._reported_ids.add(one.request.id)
-            earlier = before.pop(one.request.id, None) or leaving.get(one.request.id)
-            request = one.request
-            if earlier is None or request.id in unsubmitted:
-                self._unsubmitted_ids.add(request.id)
-            else:
+        for entry in snapshot:
+            id, request = entry.request.id, entry.request
+            self._reported_ids.add(id)
+            earlier = unreported.pop(id, None) or leaving.get(id)
+            if earlier is None or id in unsubmitted:
+                self._unsubmitted_ids.add(id)
+            else:  # as it was submitted, which says more
                 request = _of_length(earlier.request, request.prompt)
             order = earlier.order if earlier is not None else self._next_order()
             seq = Seq(request, order, now, lengths=self._lengths, kv=self, token_ids=[])
-            seq.started, seq.demoted, seq.cached = one.started, one.demoted, one.cached
-            seq.add_tokens(one.times)
+            seq.started, seq.demoted, seq.cached = entry.started, entry.demoted, entry.cached
+            seq.add_tokens(entry.times)
             if seq.token_ids is not None:
-                seq.token_ids += one.token_ids
-            where = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}
-            if one.state == "leaving" and earlier is not None and request.id not in leaving:
-                self._running[request.id] = seq  # the address of its KV is not known yet
-            else:
-                where.get(one.state, self._running)[request.id] = seq
-        for id, seq in before.items():
+                seq.token_ids += entry.token_ids
+            group = {"waiting": self._waiting, "arriving": self._arriving, "leaving": self._leaving}.get(entry.state)
+            if group is self._leaving and earlier is not None and id not in leaving:
+                group = None  # it runs until the address of its KV is known
+            (self._running if group is None else group)[id] = seq
+        for id, seq in unreported.items():
             if id not in unsubmitted:
                 (self._arriving if id in arriving else self._waiting)[id] = seq
                 seq.cached = seq.in_flight = 0

@@ -110,6 +110,9 @@ class ServerRequests:
                 trip.on_prompt_tokens(event.request.prompt)
 
     def _emit_change(self, trip: Trip, event: Event, *, is_from_link: bool) -> None:
+        """Emits an event of a request that is no token, once what it ends here has ended: the wait for its KV, and for
+        one that has finished or goes on elsewhere all that is kept of it. Where it failed before its KV had come, the
+        wait fails in place of the request, which is then placed again."""
         id = event.id
         if isinstance(event, Finished):
             verdict = self._as_passed_on(trip, event) if is_from_link else event.verdict
@@ -120,10 +123,9 @@ class ServerRequests:
                 self.forget(id)
                 self._drop_response(trip)
                 return
-        if isinstance(event, Transferred | Finished | HandedOff):
-            arrival = self.kv_arrivals.get(id)
-            if arrival is not None and not arrival.done():
-                arrival.set_result(None)
+        arrival = self.kv_arrivals.get(id)
+        if isinstance(event, Transferred | Finished | HandedOff) and arrival is not None and not arrival.done():
+            arrival.set_result(None)
         if isinstance(event, Finished | HandedOff):
             self.prompt_tokens.pop(id, None)
             self.prefill_reports.pop(id, None)

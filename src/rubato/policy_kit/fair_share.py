@@ -190,26 +190,24 @@ class FairShare:
         ttft, tpot = (max(self._tightest(which), MIN_PROMISE_STEPS * step) for which in (0, 1))
         paid = {tenant: self._repaid_at(self._accounts[tenant], share, now) for tenant, share in shares.items()}
         released = []
-        isolated_seconds = cache(partial(_isolated_seconds, fleet))  # of thousands held many are as long
+        isolated_seconds = cache(partial(_isolated_seconds, fleet))  # many of thousands are as long
         for group in _group_choices(sorted(held, key=lambda r: self._order(r, isolated_seconds, now))):
-            request = group[0]
-            entry, tenant = self._entries[request.id], request.tenant
-            share = shares[tenant]
-            for one in group:
-                if not (own := self._entries[one.id]).load:
+            tenant, entries = group[0].tenant, [self._entries[one.id] for one in group]
+            share, entry = shares[tenant], entries[0]
+            for one, own in zip(group, entries, strict=True):
+                if not own.load:
                     own.load = self._load(one, own, fleet)
                     own.stall = max(0.0, isolated_seconds(one.stages[0].prompt) - step)
-            load = sum([self._entries[one.id].load for one in group])
-            idle = total == 0.0  # whatever passes now delays nobody who is here
-            alone = len(shares) == 1 and idle
-            fits = alone or total + load <= MAX_UNSHARED_LOAD or spent[tenant] + load <= share
+            load = sum([own.load for own in entries])
+            is_idle = total == 0.0  # whatever passes now delays nobody who is here
+            fits = total + load <= MAX_UNSHARED_LOAD or spent[tenant] + load <= share or (is_idle and len(shares) == 1)
             # it takes more of the tightest TTFT than its share, and another tenant is active
             stalls = len(shares) > 1 and entry.stall > share * ttft
             entry.owes = 0.0
             if not fits and spent[tenant] > 0.0:
                 continue
-            if stalls or not fits:
-                if paid[tenant] > now and not idle:
+            if stalls or not fits:  # it may pass now and pay afterwards, by a pause, if nothing is left to pay
+                if paid[tenant] > now and not is_idle:
                     self.wake_at = min(paid[tenant], self._next_inactive(entry.account, now), self.wake_at or inf)
                     continue
                 entry.owes = entry.stall if fits else PAUSE_FACTOR * self._busy_seconds(entry, load, tpot, step)

@@ -209,7 +209,7 @@ class _ProxyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = AsgiClient(scope, send, self._head)
-        trip = self._trip(scope["path"], client)
+        trip = self._make_trip(scope["path"], client)
         has_left = False
 
         def leave() -> None:
@@ -235,23 +235,24 @@ class _ProxyResponse(Response):
             for id in trip.ids:
                 self._service.trips.pop(id, None)
 
-    def _trip(self, path: str, client: AsgiClient) -> RelayTrip:
-        """Makes the trip, and registers it for the replicas."""
+    def _make_trip(self, path: str, client: AsgiClient) -> RelayTrip:
+        """Makes the trip of this request to a server and back, and registers it for the replicas. The body for a server
+        is made when it is asked for, since most requests need one of its two forms, with usage or without."""
         door, admitted, requests = self._door, self._admitted, self._offers.requests
         with_usage = bool((self._fields.value("stream_options") or {}).get("include_usage"))
         answer = response_id(requests)
         fields = self._for_server(path, answer)
-        names_id = fields.json("request_id") == orjson.dumps(answer)
+        has_id = fields.json("request_id") == orjson.dumps(answer)  # the body says the response's id
 
-        def fields_with_usage(is_counted: bool) -> BodyFields:
+        def fields_of(is_counted: bool) -> BodyFields:
             return _with_usage(path, fields) if is_counted else fields
 
-        raw = cache(lambda is_counted: fields_with_usage(is_counted).to_json())
+        usual_body = cache(lambda is_counted: fields_of(is_counted).to_json())
 
         def body(name: str, is_counted: bool) -> bytes:
-            if names_id and name != answer:
-                return fields_with_usage(is_counted).with_fields(request_id=name).to_json()
-            return raw(is_counted)
+            if has_id and name != answer:  # tried again, under another name
+                return fields_of(is_counted).with_fields(request_id=name).to_json()
+            return usual_body(is_counted)
 
         ask = Ask(
             path, written_path(path, self._query), answer, admitted.n, fields.flag("stream"), with_usage,

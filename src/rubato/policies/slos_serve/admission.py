@@ -115,28 +115,34 @@ def admit(forced: Sequence[Demand], new: Sequence[Demand], limits: AdmissionLimi
     """
     assert all(d.due < inf for d in new), "every new request has a deadline, if one of ours"
     forced_rows, value_of_all, peak = rows(forced), sum(d.value for d in new), peak_kv(forced, limits.block)
-    best: Admitted | None = None
-    # Where memory does not hold the set, the request that is largest by such a key is left out.
+    # Where memory does not hold the best set, the one of it that is largest by such a key may not be chosen.
     keys_to_leave_out: list[Callable[[int], tuple[float, ...]]] = [lambda i: (new[i].memory / new[i].value,)]
     if len({d.value for d in new}) > 1:  # then that may leave out one worth more than all others
         keys_to_leave_out.append(
             lambda i: (peak.peak_with([new[i].memory], [new[i].output_left]) > limits.memory, -new[i].value)
         )
+
+    def choose(grid: Grid, key: Callable[[int], tuple[float, ...]]) -> tuple[list[int] | None, bool]:
+        """Returns the best set on this grid that memory holds, None if the forced are late on it; and whether none was
+        left out for memory."""
+        able = list(range(len(new)))
+        while True:
+            new_rows = rows([new[i] for i in able], in_order_given=True)
+            chosen = best_subset(np.array(grid), forced_rows, new_rows, limits.seats)
+            accepted = [able[i] for i in chosen or ()]
+            more = [new[i].memory for i in accepted], [new[i].output_left for i in accepted]
+            if not accepted or peak.peak_with(*more) <= limits.memory:
+                return None if chosen is None else accepted, len(able) == len(new)
+            able.remove(max(accepted, key=key))
+
+    best: Admitted | None = None
     for grid in grids_to_try(forced, new, limits):
         for key in keys_to_leave_out:
-            able = list(range(len(new)))
-            while True:
-                new_rows = rows([new[i] for i in able], in_order_given=True)
-                chosen = best_subset(np.array(grid), forced_rows, new_rows, limits.seats)
-                accepted = [able[i] for i in chosen or ()]
-                more = [new[i].memory for i in accepted], [new[i].output_left for i in accepted]
-                if not accepted or peak.peak_with(*more) <= limits.memory:
-                    break
-                able.remove(max(accepted, key=key))
-            value = sum(new[i].value for i in accepted)
-            if chosen is not None and (best is None or value > best.value + ROUNDING_TOKENS):
+            accepted, has_memory_for_all = choose(grid, key)
+            value = sum(new[i].value for i in accepted or ())
+            if accepted is not None and (best is None or value > best.value + ROUNDING_TOKENS):
                 best = Admitted(tuple(sorted(accepted)), grid, value)
-            if len(able) == len(new):
+            if has_memory_for_all:
                 break
         if best is not None and best.value >= value_of_all - ROUNDING_TOKENS:
             return best
