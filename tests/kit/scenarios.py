@@ -5,22 +5,33 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from inspect import Parameter
 from typing import Any
 
 Scenario = Callable[..., Awaitable[None]]
 
 
-def on(harness: Callable[..., None], **settings: Any) -> Callable[[Scenario], Callable[..., None]]:
-    """Make a test of a scenario. harness: gives it its first argument; the others are fixtures and parameters."""
+def on(harness: Callable[..., None], *chosen: str, **settings: Any) -> Callable[[Scenario], Callable[..., None]]:
+    """Make a test of a scenario.
+
+    Args:
+        harness: gives the scenario its first argument; its others are fixtures and parameters of the test.
+        chosen: parameters of the test that are settings of the harness; the scenario has those that it names.
+        settings: of the harness, whatever the test's parameters.
+    """
 
     def made(scenario: Scenario) -> Callable[..., None]:
+        signature = inspect.signature(scenario)
+        own = list(signature.parameters.values())[1:]
+        names = [parameter.name for parameter in own]
+
         @wraps(scenario)
         def test(**given: Any) -> None:
-            harness(lambda first: scenario(first, **given), **settings)
+            told = {name: given[name] for name in names}
+            harness(lambda first: scenario(first, **told), **settings, **{name: given[name] for name in chosen})
 
-        signature = inspect.signature(scenario)
-        fixtures = list(signature.parameters.values())[1:]
-        test.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        more = [Parameter(name, Parameter.KEYWORD_ONLY) for name in chosen if name not in names]
+        test.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return test
 
     return made

@@ -266,21 +266,19 @@ def test_a_request_that_no_replica_can_take_fails_and_leaves_nothing() -> None:
     edge(scenario, engine=Faulty, max_in_flight=3)
 
 
-def test_a_host_that_will_not_take_a_request_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(edge, max_in_flight=2)
+async def test_a_host_that_will_not_take_a_request_ends_it(at: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(self: LocalHost, request: Request) -> None:
         raise OverflowError("int too big to convert")
 
-    async def scenario(at: Edge) -> None:
-        monkeypatch.setattr(LocalHost, "submit", submit)
-        for _ in range(2):
-            answer = await at.complete(n=2)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
-        assert at.cluster.in_flight == 0
-        assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed"] * 4
-        monkeypatch.undo()
-        assert (await at.complete()).status_code == 200
-
-    edge(scenario, max_in_flight=2)
+    monkeypatch.setattr(LocalHost, "submit", submit)
+    for _ in range(2):
+        answer = await at.complete(n=2)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+    assert at.cluster.in_flight == 0
+    assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed"] * 4
+    monkeypatch.undo()
+    assert (await at.complete()).status_code == 200
 
 
 @on(edge)
@@ -346,7 +344,8 @@ def test_what_a_body_has_too_much_of_is_not_looked_at(monkeypatch: pytest.Monkey
     edge(scenario, engine=WithText)
 
 
-def test_long_texts_are_tokenized_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(edge, max_model_len=2 * LONG_TEXT_BYTES)
+async def test_long_texts_are_tokenized_two_at_a_time(at: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     going = 0
 
@@ -359,17 +358,14 @@ def test_long_texts_are_tokenized_two_at_a_time(monkeypatch: pytest.MonkeyPatch)
         return function()
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
-
-    async def scenario(at: Edge) -> None:
-        long = "x" * (LONG_TEXT_BYTES + 1)
-        answers = await asyncio.gather(*(at.complete(prompt=long) for _ in range(7)))
-        assert [a.status_code for a in answers] == [400] * 7  # no KV for so many: that is found out afterwards
-        assert (len(running), max(running)) == (7, MAX_TOKENIZING_TEXTS)
-
-    edge(scenario, max_model_len=2 * LONG_TEXT_BYTES)
+    long = "x" * (LONG_TEXT_BYTES + 1)
+    answers = await asyncio.gather(*(at.complete(prompt=long) for _ in range(7)))
+    assert [a.status_code for a in answers] == [400] * 7  # no KV for so many: that is found out afterwards
+    assert (len(running), max(running)) == (7, MAX_TOKENIZING_TEXTS)
 
 
-def test_what_the_tokenizer_cannot_read_is_bad_input() -> None:
+@on(edge)
+async def test_what_the_tokenizer_cannot_read_is_bad_input(at: Edge) -> None:
     class Text:
         max_token_bytes = 1
 
@@ -383,8 +379,5 @@ def test_what_the_tokenizer_cannot_read_is_bad_input() -> None:
         for answer, param in ((await at.complete(), "prompt"), (await at.chat(), "messages")):
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
-    async def with_text(at: Edge) -> None:
-        at.http._transport.app = create_app(Service(at.cluster, "simulated", 256, Text()))
-        await scenario(at)
-
-    edge(with_text)
+    at.http._transport.app = create_app(Service(at.cluster, "simulated", 256, Text()))
+    await scenario(at)

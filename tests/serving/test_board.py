@@ -157,7 +157,8 @@ def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for() -> None:
     edge(scenario, tenants=[tenant("limited", tiers=("slow",)), tenant("root", admin=True)], tiers=tiers)
 
 
-def test_how_things_stand_is_worked_out_once_in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(edge, tenants=TENANTS)
+async def test_how_things_stand_is_worked_out_once_in_half_a_second(at: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
     class Counted(RequestsInFlight):
@@ -165,21 +166,18 @@ def test_how_things_stand_is_worked_out_once_in_half_a_second(monkeypatch: pytes
             looks.append(args[3])
             super().__init__(*args, **more)
 
-    async def scenario(at: Edge) -> None:
-        monkeypatch.setattr(board, "RequestsInFlight", Counted)
-        first = await seen(at, "root")
-        task = asyncio.create_task(at.complete(key("a"), max_tokens=20))
-        await at.clock.sleep_until(board.REFRESH_S * 0.9, 0)
-        assert await seen(at, "root") == first
-        assert (await seen(at, "a"))["total"] == first["total"]
-        assert looks == [0.0]
-        await at.clock.sleep_until(board.REFRESH_S * 1.1, 0)
-        for who in ("root", "a", "b", "root"):
-            assert (await seen(at, who))["total"]["in_flight"] == 1
-        assert len(looks) == 2
-        await task
-
-    edge(scenario, tenants=TENANTS)
+    monkeypatch.setattr(board, "RequestsInFlight", Counted)
+    first = await seen(at, "root")
+    task = asyncio.create_task(at.complete(key("a"), max_tokens=20))
+    await at.clock.sleep_until(board.REFRESH_S * 0.9, 0)
+    assert await seen(at, "root") == first
+    assert (await seen(at, "a"))["total"] == first["total"]
+    assert looks == [0.0]
+    await at.clock.sleep_until(board.REFRESH_S * 1.1, 0)
+    for who in ("root", "a", "b", "root"):
+        assert (await seen(at, who))["total"]["in_flight"] == 1
+    assert len(looks) == 2
+    await task
 
 
 @on(edge, tenants=[tenant(MARKUP)], tiers=Tiers([Tier(MARKUP, SLO(0.01))], MARKUP))

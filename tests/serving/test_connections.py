@@ -146,68 +146,60 @@ async def test_a_request_is_marked_with_when_its_head_had_come_in(wire: Wire) ->
     ids=["url", "value", "blanks", "headers", "line ends", "extension", "zeros", "trailers"],
 )
 @pytest.mark.parametrize("at_once", [False, True])
-def test_more_than_64_kib_beside_the_body_are_refused(begin: bytes, more: bytes, at_once: bool) -> None:
-    async def scenario(wire: Wire) -> None:
-        if at_once:
-            await wire.send(begin + more * 10)
-        else:
-            await wire.send(begin)
-            assert await wire.send(more, times=100) == 2
-        assert wire.statuses == [431]
-        assert wire.ended
-        error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", "headers_too_large")
-        assert b"\r\nconnection: close\r\n" in wire.written
+@on(on_a_wire)
+async def test_more_than_64_kib_beside_the_body_are_refused(
+    wire: Wire, begin: bytes, more: bytes, at_once: bool
+) -> None:
+    if at_once:
+        await wire.send(begin + more * 10)
+    else:
+        await wire.send(begin)
+        assert await wire.send(more, times=100) == 2
+    assert wire.statuses == [431]
+    assert wire.ended
+    error = json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "headers_too_large")
+    assert b"\r\nconnection: close\r\n" in wire.written
 
-    on_a_wire(scenario)
 
-
-def test_a_head_of_almost_64_kib_and_small_ones_pipelined_pass() -> None:
-    async def scenario(wire: Wire) -> None:
-        get = b"GET /all HTTP/1.1\r\nX: "
-        await wire.send(get + b"a" * (MAX_HEAD_BYTES - PARSED_PIECE_BYTES - len(get)) + b"\r\n\r\n")
-        assert wire.statuses == [200]
-        wire.protocol.data_received(b"GET /all HTTP/1.1\r\n\r\n" * 5000)
-        await asyncio.sleep(0.01)
-        assert wire.statuses == [200] * 5001
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_a_head_of_almost_64_kib_and_small_ones_pipelined_pass(wire: Wire) -> None:
+    get = b"GET /all HTTP/1.1\r\nX: "
+    await wire.send(get + b"a" * (MAX_HEAD_BYTES - PARSED_PIECE_BYTES - len(get)) + b"\r\n\r\n")
+    assert wire.statuses == [200]
+    wire.protocol.data_received(b"GET /all HTTP/1.1\r\n\r\n" * 5000)
+    await asyncio.sleep(0.01)
+    assert wire.statuses == [200] * 5001
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /all HTTP/1.1\r\n\r\n"], ids=["new", "kept"])
-def test_a_trickled_head_has_stall_seconds(first: bytes) -> None:
-    async def scenario(wire: Wire) -> None:
-        if first:
-            await wire.send(first)
-            assert wire.statuses == [200]
-            wire.written = b""
-        await wire.send(b"GET /all HTTP/1.1\r\nX: ")
-        assert STALL <= await wire.send(b"a", times=100, every=0.5) * 0.5 <= 1.5 * STALL
-        assert wire.statuses == [408]
-        assert wire.closed
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_a_trickled_head_has_stall_seconds(wire: Wire, first: bytes) -> None:
+    if first:
+        await wire.send(first)
+        assert wire.statuses == [200]
+        wire.written = b""
+    await wire.send(b"GET /all HTTP/1.1\r\nX: ")
+    assert STALL <= await wire.send(b"a", times=100, every=0.5) * 0.5 <= 1.5 * STALL
+    assert wire.statuses == [408]
+    assert wire.closed
 
 
-def test_a_connection_that_never_says_anything_is_closed_without_a_word() -> None:
-    async def scenario(wire: Wire) -> None:
-        await asyncio.sleep(STALL)
-        assert not wire.closed
-        await asyncio.sleep(STALL / 2)
-        assert (wire.closed, wire.written) == (True, b"")
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_a_connection_that_never_says_anything_is_closed_without_a_word(wire: Wire) -> None:
+    await asyncio.sleep(STALL)
+    assert not wire.closed
+    await asyncio.sleep(STALL / 2)
+    assert (wire.closed, wire.written) == (True, b"")
 
 
-def test_half_of_the_next_head_does_not_cut_off_a_long_answer() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(b"GET /slow HTTP/1.1\r\n\r\nGET /al")
-        await asyncio.sleep(59)
-        wire.protocol.data_received(b"l HTTP/1.1\r\n\r\n")
-        await asyncio.sleep(2)
-        assert wire.statuses == [200, 200]
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_half_of_the_next_head_does_not_cut_off_a_long_answer(wire: Wire) -> None:
+    await wire.send(b"GET /slow HTTP/1.1\r\n\r\nGET /al")
+    await asyncio.sleep(59)
+    wire.protocol.data_received(b"l HTTP/1.1\r\n\r\n")
+    await asyncio.sleep(2)
+    assert wire.statuses == [200, 200]
 
 
 # --------------------------------------------------------------------------- bodies
@@ -215,98 +207,84 @@ def test_half_of_the_next_head_does_not_cut_off_a_long_answer() -> None:
 
 @pytest.mark.parametrize("head", [HEAD + b"Content-Length: 4000000\r\n\r\n", CHUNKED], ids=["declared", "chunked"])
 @pytest.mark.parametrize("rate", [MIN_BODY_RATE * 3 // 4, MIN_BODY_RATE])
-def test_a_body_has_a_least_rate(head: bytes, rate: int) -> None:
-    async def scenario(wire: Wire) -> None:
-        part = b"a" * (rate // 2)
-        if head is CHUNKED:
-            part = b"%x\r\n%b\r\n" % (len(part), part)
-        await wire.send(head)
-        sent = await wire.send(part, times=400, every=0.5)
-        if rate >= MIN_BODY_RATE:
-            assert (sent, wire.written) == (400, b"")
-        else:
-            assert STALL <= sent * 0.5 <= 1.5 * STALL
-            assert (wire.statuses, wire.closed) == ([408], True)
-
-    on_a_wire(scenario)
-
-
-def test_a_body_that_stops_is_cut_off_after_a_fast_beginning() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD + b"Content-Length: 4000000\r\n\r\n" + b"a" * 100_000)
-        await asyncio.sleep(1.6 * STALL)
+@on(on_a_wire)
+async def test_a_body_has_a_least_rate(wire: Wire, head: bytes, rate: int) -> None:
+    part = b"a" * (rate // 2)
+    if head is CHUNKED:
+        part = b"%x\r\n%b\r\n" % (len(part), part)
+    await wire.send(head)
+    sent = await wire.send(part, times=400, every=0.5)
+    if rate >= MIN_BODY_RATE:
+        assert (sent, wire.written) == (400, b"")
+    else:
+        assert STALL <= sent * 0.5 <= 1.5 * STALL
         assert (wire.statuses, wire.closed) == ([408], True)
 
-    on_a_wire(scenario)
+
+@on(on_a_wire)
+async def test_a_body_that_stops_is_cut_off_after_a_fast_beginning(wire: Wire) -> None:
+    await wire.send(HEAD + b"Content-Length: 4000000\r\n\r\n" + b"a" * 100_000)
+    await asyncio.sleep(1.6 * STALL)
+    assert (wire.statuses, wire.closed) == ([408], True)
 
 
-def test_a_body_in_pieces_is_whole() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD + b"Content-Length: 100000\r\n\r\n" + b"a" * 90_000)
-        await wire.send(b"a" * 10_000)
-        assert (wire.statuses, wire.written[-6:], wire.ended) == ([200], b"100000", False)
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_a_body_in_pieces_is_whole(wire: Wire) -> None:
+    await wire.send(HEAD + b"Content-Length: 100000\r\n\r\n" + b"a" * 90_000)
+    await wire.send(b"a" * 10_000)
+    assert (wire.statuses, wire.written[-6:], wire.ended) == ([200], b"100000", False)
 
 
 # --------------------------------------------------------------------------- answers to half a request
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 400000000", b"Transfer-Encoding: chunked"])
-def test_after_an_early_answer_a_bounded_part_of_the_body_is_dropped_and_the_connection_closed(length: bytes) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD.replace(b"/all", b"/early") + length + b"\r\n\r\n")
-        assert (wire.statuses, wire.ended, wire.closed) == ([401], True, False)
-        assert b"\r\nconnection: close\r\n" in wire.written
-        block, sent = b"10000\r\n" + b"a" * 65_536 + b"\r\n", 0
-        while not wire.closed:
-            wire.protocol.data_received(block)
-            sent += len(block)
-        assert LINGER_BYTES <= sent <= LINGER_BYTES + 2 * len(block)
-        assert wire.statuses == [401]
-
-    on_a_wire(scenario)
-
-
-def test_after_an_early_answer_a_trickled_body_has_stall_seconds() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 100000\r\n\r\n")
-        for _ in range(int(3 * STALL)):
-            if not wire.closed:
-                wire.protocol.data_received(b"a")
-                await asyncio.sleep(0.5)
-        assert wire.closed
-        assert STALL <= asyncio.get_running_loop().time() <= 1.5 * STALL + 12
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_after_an_early_answer_a_bounded_part_of_the_body_is_dropped_and_the_connection_closed(
+    wire: Wire, length: bytes
+) -> None:
+    await wire.send(HEAD.replace(b"/all", b"/early") + length + b"\r\n\r\n")
+    assert (wire.statuses, wire.ended, wire.closed) == ([401], True, False)
+    assert b"\r\nconnection: close\r\n" in wire.written
+    block, sent = b"10000\r\n" + b"a" * 65_536 + b"\r\n", 0
+    while not wire.closed:
+        wire.protocol.data_received(block)
+        sent += len(block)
+    assert LINGER_BYTES <= sent <= LINGER_BYTES + 2 * len(block)
+    assert wire.statuses == [401]
 
 
-def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 3\r\n\r\nabc")
-        assert (wire.statuses, wire.ended, wire.closed) == ([401], False, False)
-        assert b"connection: close" not in wire.written
-
-    on_a_wire(scenario)
-
-
-def test_what_is_not_http_is_answered_in_the_usual_shape() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(b"GET /\xff HTTP/1.1\r\n\r\n")
-        assert (wire.statuses, wire.ended) == ([400], True)
-        assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_after_an_early_answer_a_trickled_body_has_stall_seconds(wire: Wire) -> None:
+    await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 100000\r\n\r\n")
+    for _ in range(int(3 * STALL)):
+        if not wire.closed:
+            wire.protocol.data_received(b"a")
+            await asyncio.sleep(0.5)
+    assert wire.closed
+    assert STALL <= asyncio.get_running_loop().time() <= 1.5 * STALL + 12
 
 
-def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_answer() -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(b"GET /slow HTTP/1.1\r\n\r\n")
-        wire.protocol.data_received(b"\xff\xff\r\n\r\n")
-        await asyncio.sleep(100)
-        assert (wire.written, wire.closed) == (b"", True)
+@on(on_a_wire)
+async def test_an_answer_to_a_whole_request_keeps_the_connection(wire: Wire) -> None:
+    await wire.send(HEAD.replace(b"/all", b"/early") + b"Content-Length: 3\r\n\r\nabc")
+    assert (wire.statuses, wire.ended, wire.closed) == ([401], False, False)
+    assert b"connection: close" not in wire.written
 
-    on_a_wire(scenario)
+
+@on(on_a_wire)
+async def test_what_is_not_http_is_answered_in_the_usual_shape(wire: Wire) -> None:
+    await wire.send(b"GET /\xff HTTP/1.1\r\n\r\n")
+    assert (wire.statuses, wire.ended) == ([400], True)
+    assert json.loads(wire.written.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+@on(on_a_wire)
+async def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_answer(wire: Wire) -> None:
+    await wire.send(b"GET /slow HTTP/1.1\r\n\r\n")
+    wire.protocol.data_received(b"\xff\xff\r\n\r\n")
+    await asyncio.sleep(100)
+    assert (wire.written, wire.closed) == (b"", True)
 
 
 # --------------------------------------------------------------------------- offers to upgrade
@@ -314,29 +292,24 @@ def test_bad_http_behind_a_request_that_is_being_answered_does_not_get_into_its_
 OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
 
 
-def test_an_offer_is_ignored_wherever_its_request_is_cut_in_two() -> None:
+@on(on_a_wire)
+async def test_an_offer_is_ignored_wherever_its_request_is_cut_in_two(wire: Wire) -> None:
     request = HEAD + OFFER + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
-
-    async def scenario(wire: Wire) -> None:
-        for at in range(1, len(request)):
-            for part in (request[:at], request[at:]):
-                wire.protocol.data_received(part)
-                await asyncio.sleep(0.001)
-            assert (wire.statuses, wire.written[-1:]) == ([200], b"3")
-            wire.written = b""
-
-    on_a_wire(scenario)
+    for at in range(1, len(request)):
+        for part in (request[:at], request[at:]):
+            wire.protocol.data_received(part)
+            await asyncio.sleep(0.001)
+        assert (wire.statuses, wire.written[-1:]) == ([200], b"3")
+        wire.written = b""
 
 
-def test_offers_one_after_another_in_one_segment_are_answered_in_order() -> None:
-    async def scenario(wire: Wire) -> None:
-        lengths = range(200)
-        parts = [HEAD + OFFER + b"Content-Length: %d\r\n\r\n" % n + b"a" * n for n in lengths]
-        wire.protocol.data_received(b"".join(parts))
-        await asyncio.sleep(0.01)
-        assert [int(answer.rpartition(b"\n")[2]) for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [*lengths]
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_offers_one_after_another_in_one_segment_are_answered_in_order(wire: Wire) -> None:
+    lengths = range(200)
+    parts = [HEAD + OFFER + b"Content-Length: %d\r\n\r\n" % n + b"a" * n for n in lengths]
+    wire.protocol.data_received(b"".join(parts))
+    await asyncio.sleep(0.01)
+    assert [int(answer.rpartition(b"\n")[2]) for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [*lengths]
 
 
 def test_a_head_with_an_offer_has_its_bound_and_its_time() -> None:
@@ -356,22 +329,18 @@ def test_a_head_with_an_offer_has_its_bound_and_its_time() -> None:
 @pytest.mark.parametrize(
     "rest", [b"Transfer-Encoding: gzip\r\n", b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n"]
 )
-def test_a_body_whose_end_is_not_known_is_refused_beside_an_offer_too(rest: bytes) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(HEAD + OFFER + rest + b"\r\n3\r\nabc\r\n0\r\n\r\n")
-        assert (wire.statuses, wire.ended) == ([400], True)
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_a_body_whose_end_is_not_known_is_refused_beside_an_offer_too(wire: Wire, rest: bytes) -> None:
+    await wire.send(HEAD + OFFER + rest + b"\r\n3\r\nabc\r\n0\r\n\r\n")
+    assert (wire.statuses, wire.ended) == ([400], True)
 
 
 @pytest.mark.parametrize("target", [b"host:443", b"http://host/"])
 @pytest.mark.parametrize("offer", [b"", OFFER])
-def test_connect_is_refused(target: bytes, offer: bytes) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\nGET /all HTTP/1.1\r\n\r\n")
-        assert (wire.statuses, wire.ended) == ([400], True)
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_connect_is_refused(wire: Wire, target: bytes, offer: bytes) -> None:
+    await wire.send(b"CONNECT " + target + b" HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\nGET /all HTTP/1.1\r\n\r\n")
+    assert (wire.statuses, wire.ended) == ([400], True)
 
 
 # --------------------------------------------------------------------------- versions before 1.1
@@ -379,14 +348,14 @@ def test_connect_is_refused(target: bytes, offer: bytes) -> None:
 
 @pytest.mark.parametrize("version", [b"0.9", b"1.0"])
 @pytest.mark.parametrize(("method", "body"), [(b"GET", b"size 0"), (b"HEAD", b"")])
-def test_an_answer_to_an_old_client_ends_with_the_connection(version: bytes, method: bytes, body: bytes) -> None:
-    async def scenario(wire: Wire) -> None:
-        await wire.send(method + b" /open HTTP/" + version + b"\r\nConnection: keep-alive\r\n\r\n")
-        assert (wire.written.partition(b"\r\n\r\n")[2], wire.closed) == (body, True)
-        assert b"\r\nconnection: close\r\n" in wire.written
-        assert b"transfer-encoding" not in wire.written
-
-    on_a_wire(scenario)
+@on(on_a_wire)
+async def test_an_answer_to_an_old_client_ends_with_the_connection(
+    wire: Wire, version: bytes, method: bytes, body: bytes
+) -> None:
+    await wire.send(method + b" /open HTTP/" + version + b"\r\nConnection: keep-alive\r\n\r\n")
+    assert (wire.written.partition(b"\r\n\r\n")[2], wire.closed) == (body, True)
+    assert b"\r\nconnection: close\r\n" in wire.written
+    assert b"transfer-encoding" not in wire.written
 
 
 # --------------------------------------------------------------------------- the listening socket

@@ -342,19 +342,17 @@ def over_grpc(scenario: Callable[[Fleet, grpc.aio.Channel], Awaitable[None]]) ->
 
 
 @pytest.mark.parametrize("router", ["least_loaded", "lmetric", "round_robin"])
-def test_requests_spread_over_the_servers_and_are_counted_there(router: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        streams = [fleet.sends() for _ in range(6)]
-        endpoints = [await stream.endpoint() for stream in streams]
-        assert Counter(endpoints) == dict.fromkeys(ENDPOINTS, 3)
-        assert fleet.here() == dict.fromkeys(ENDPOINTS, 3)
-        await asyncio.gather(*[one.serves(end) for one, end in zip(streams, endpoints, strict=True)])
-        await after(fleet, 0.5)
-        assert fleet.here() == dict.fromkeys(ENDPOINTS, 0)
-        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 4)] * 6
-        assert sum([event.tokens for event in fleet.of(Tokens)]) == 24
-
-    picking(scenario, router=router)
+@on(picking, "router")
+async def test_requests_spread_over_the_servers_and_are_counted_there(fleet: Fleet) -> None:
+    streams = [fleet.sends() for _ in range(6)]
+    endpoints = [await stream.endpoint() for stream in streams]
+    assert Counter(endpoints) == dict.fromkeys(ENDPOINTS, 3)
+    assert fleet.here() == dict.fromkeys(ENDPOINTS, 3)
+    await asyncio.gather(*[one.serves(end) for one, end in zip(streams, endpoints, strict=True)])
+    await after(fleet, 0.5)
+    assert fleet.here() == dict.fromkeys(ENDPOINTS, 0)
+    assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 4)] * 6
+    assert sum([event.tokens for event in fleet.of(Tokens)]) == 24
 
 
 @pytest.mark.parametrize("router", ["power_of_two", "random", "polyserve"])
@@ -390,30 +388,27 @@ async def test_choices_of_one_prompt_are_placed_together_with_the_session_of_a_h
     await stream.task
 
 
-def test_a_body_passes_as_it_came_in_pieces_and_trailers_behind_it() -> None:
+@on(picking)
+async def test_a_body_passes_as_it_came_in_pieces_and_trailers_behind_it(fleet: Fleet) -> None:
     body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "ö" * 80_000}]}).encode()
-
-    async def scenario(fleet: Fleet) -> None:
-        stream = Envoy(fleet)
-        stream.shows(request_head())
-        for at in range(0, len(body), 16_384):
-            stream.shows(wire(4, part(body[at : at + 16_384])))
-        stream.shows(wire(6, wire(1, b"")))
-        pieces = [body[at : at + 62_000] for at in range(0, len(body), 62_000)]
-        answers = await stream.answered(len(pieces) + 2)
-        assert answers[1:-1] == [passed(3, piece, last=False) for piece in pieces]
-        assert answers[-1] == wire(5, b"")
-        stream.shows(wire(3, head({":status": "200", "content-type": "application/json"})))
-        whole = b'{"choices":[{}],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
-        stream.shows(wire(5, part(whole)))
-        stream.shows(wire(7, wire(1, b"")))
-        stream.shows(None)
-        await stream.task
-        assert stream.answers[-2:] == [passed(4, whole, last=False), wire(6, b"")]
-        await after(fleet, 0.5)
-        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
-
-    picking(scenario)
+    stream = Envoy(fleet)
+    stream.shows(request_head())
+    for at in range(0, len(body), 16_384):
+        stream.shows(wire(4, part(body[at : at + 16_384])))
+    stream.shows(wire(6, wire(1, b"")))
+    pieces = [body[at : at + 62_000] for at in range(0, len(body), 62_000)]
+    answers = await stream.answered(len(pieces) + 2)
+    assert answers[1:-1] == [passed(3, piece, last=False) for piece in pieces]
+    assert answers[-1] == wire(5, b"")
+    stream.shows(wire(3, head({":status": "200", "content-type": "application/json"})))
+    whole = b'{"choices":[{}],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
+    stream.shows(wire(5, part(whole)))
+    stream.shows(wire(7, wire(1, b"")))
+    stream.shows(None)
+    await stream.task
+    assert stream.answers[-2:] == [passed(4, whole, last=False), wire(6, b"")]
+    await after(fleet, 0.5)
+    assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
 
 
 @on(picking)
@@ -435,28 +430,22 @@ async def test_what_generates_nothing_goes_to_the_servers_in_turn(fleet: Fleet) 
 @pytest.mark.parametrize(
     "subset", [[ENDPOINTS[1]], ENDPOINTS[1], f"10.9.9.9:1, {ENDPOINTS[1]}", ["10.0.0.2"], ["10.9.9.9:1", ENDPOINTS[1]]]
 )
-def test_only_candidates_are_picked(subset: Any) -> None:
+@on(picking)
+async def test_only_candidates_are_picked(fleet: Fleet, subset: Any) -> None:
     hint = metadata(**{"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": subset}})
-
-    async def scenario(fleet: Fleet) -> None:
-        streams = [fleet.sends(metadata=hint) for _ in range(3)] + [fleet.sends()]
-        assert [await stream.endpoint() for stream in streams] == [ENDPOINTS[1]] * 3 + [ENDPOINTS[0]]
-        for stream in streams:
-            stream.shows(None)
-            await stream.task
-
-    picking(scenario)
+    streams = [fleet.sends(metadata=hint) for _ in range(3)] + [fleet.sends()]
+    assert [await stream.endpoint() for stream in streams] == [ENDPOINTS[1]] * 3 + [ENDPOINTS[0]]
+    for stream in streams:
+        stream.shows(None)
+        await stream.task
 
 
 @pytest.mark.parametrize("subset", [[], "", ["10.9.9.9:8000"], ["10.0.0.2:8001"], [["10.0.0.2:8000"]]])
-def test_without_a_known_candidate_it_is_a_503(subset: Any) -> None:
+@on(picking)
+async def test_without_a_known_candidate_it_is_a_503(fleet: Fleet, subset: Any) -> None:
     hint = metadata(**{"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": subset}})
-
-    async def scenario(fleet: Fleet) -> None:
-        status, _, error = await fleet.sends(metadata=hint).error()
-        assert (status, error["code"]) == (503, "no_server")
-
-    picking(scenario)
+    status, _, error = await fleet.sends(metadata=hint).error()
+    assert (status, error["code"]) == (503, "no_server")
 
 
 @on(picking)

@@ -32,46 +32,44 @@ def without_nulls(value: Any) -> Any:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_folded_answer_of_our_own_server_is_the_one_that_it_gives_at_once(path: str, logprobs: bool, n: int) -> None:
-    async def scenario(at: Edge) -> None:
-        asks: dict[str, Any] = {"n": n, "max_tokens": 5, "seed": 3, "temperature": 1.0}
-        if logprobs:
-            asks |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
-        ask = at.chat if path == CHAT else at.complete
-        whole = (await ask(**asks)).json()
-        fields = _with_usage(path, BodyFields.parse(orjson.dumps(asks), 1000))
-        streamed = await ask(**json.loads(fields.to_json()))
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        answer = FoldedAnswer(is_chat=path == CHAT)
-        answer.add(streamed.content)
-        folded = json.loads(answer.to_json())
-        for one in (whole, folded):
-            del one["id"], one["created"], one["rubato"]  # what was measured of either
-        assert folded == whole
-
-    edge(scenario)
+@on(edge)
+async def test_a_folded_answer_of_our_own_server_is_the_one_that_it_gives_at_once(
+    at: Edge, path: str, logprobs: bool, n: int
+) -> None:
+    asks: dict[str, Any] = {"n": n, "max_tokens": 5, "seed": 3, "temperature": 1.0}
+    if logprobs:
+        asks |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+    ask = at.chat if path == CHAT else at.complete
+    whole = (await ask(**asks)).json()
+    fields = _with_usage(path, BodyFields.parse(orjson.dumps(asks), 1000))
+    streamed = await ask(**json.loads(fields.to_json()))
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    answer = FoldedAnswer(is_chat=path == CHAT)
+    answer.add(streamed.content)
+    folded = json.loads(answer.to_json())
+    for one in (whole, folded):
+        del one["id"], one["created"], one["rubato"]  # what was measured of either
+    assert folded == whole
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_client_gets_the_answer_that_the_server_would_have_given_it(path: str, n: int) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        said = [{"role": "user", "content": "x"}]
-        body = {"model": "stub", "max_tokens": 4, "n": n, "prompt": "abc", "messages": said}
-        response = await fleet.http.post(path, json=body)
-        assert response.headers["content-type"] == "application/json"
-        assert int(response.headers["content-length"]) == len(response.content)
-        assert "cache-control" not in response.headers
-        (asked,) = [asked for server in fleet.servers for asked in server.bodies]
-        assert asked == {**body, "stream": True, "stream_options": {"include_usage": True}}
-        answer = response.json()
-        for name in ("rubato", "service_tier"):
-            del answer[name]
-        id = answer["id"].partition("-")[2]
-        reply = await fleet.servers[0].open("POST", path, [("x-request-id", id)], orjson.dumps(body))
-        assert without_nulls(answer) == json.loads(await reply.part())
-
-    gateway(scenario, linked=False)
+@on(gateway, linked=False)
+async def test_a_client_gets_the_answer_that_the_server_would_have_given_it(fleet: Fleet, path: str, n: int) -> None:
+    said = [{"role": "user", "content": "x"}]
+    body = {"model": "stub", "max_tokens": 4, "n": n, "prompt": "abc", "messages": said}
+    response = await fleet.http.post(path, json=body)
+    assert response.headers["content-type"] == "application/json"
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert "cache-control" not in response.headers
+    (asked,) = [asked for server in fleet.servers for asked in server.bodies]
+    assert asked == {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer = response.json()
+    for name in ("rubato", "service_tier"):
+        del answer[name]
+    id = answer["id"].partition("-")[2]
+    reply = await fleet.servers[0].open("POST", path, [("x-request-id", id)], orjson.dumps(body))
+    assert without_nulls(answer) == json.loads(await reply.part())
 
 
 @on(gateway, linked=False)
@@ -131,23 +129,23 @@ async def test_an_unjudged_verdict_has_null_for_what_was_not_measured(fleet: Fle
 
 
 @pytest.mark.parametrize("how", ["cut", "says_error_after"])
-def test_a_stream_that_fails_half_way_is_tried_elsewhere_and_the_client_gets_one_whole_answer(how: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for server in fleet.servers:
-            setattr(server, how, 2)
-        fleet.servers[1].cut = fleet.servers[1].says_error_after = 0
-        response = await fleet.complete(prompt="abc", slo={"ttft_ms": 1000})
-        assert response.status_code == 200
-        answer = response.json()
-        assert answer["choices"][0]["text"] == "la ti do re "
-        assert answer["id"] == f"cmpl-{response.headers['x-request-id']}"
-        assert answer["usage"]["completion_tokens"] == 4
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.output) == ("completed", 4)
-        assert end.verdict.ttft == pytest.approx(0.31 if how == "cut" else 0.3)  # a server that is cut off is looked at
-        assert len(fleet.of(HandedOff)) == 1
-
-    gateway(scenario, linked=False, is_vllm=lambda: False)
+@on(gateway, linked=False, is_vllm=lambda: False)
+async def test_a_stream_that_fails_half_way_is_tried_elsewhere_and_the_client_gets_one_whole_answer(
+    fleet: Fleet, how: str
+) -> None:
+    for server in fleet.servers:
+        setattr(server, how, 2)
+    fleet.servers[1].cut = fleet.servers[1].says_error_after = 0
+    response = await fleet.complete(prompt="abc", slo={"ttft_ms": 1000})
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["choices"][0]["text"] == "la ti do re "
+    assert answer["id"] == f"cmpl-{response.headers['x-request-id']}"
+    assert answer["usage"]["completion_tokens"] == 4
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.output) == ("completed", 4)
+    assert end.verdict.ttft == pytest.approx(0.31 if how == "cut" else 0.3)  # a server that is cut off is looked at
+    assert len(fleet.of(HandedOff)) == 1
 
 
 @on(gateway, linked=False)
@@ -212,13 +210,12 @@ def test_a_stream_that_is_no_answer_is_an_error(parts: list[bytes]) -> None:
     gateway(scenario, linked=False, change=scripted(*parts))
 
 
-def test_an_answer_without_end_is_cut_off_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(gateway, linked=False, change=scripted(*[CHUNK] * 1000, b"data: [DONE]\n\n"))
+async def test_an_answer_without_end_is_cut_off_where_memory_ends(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_try, "MAX_ANSWER_BYTES", 900)
-
-    async def scenario(fleet: Fleet) -> None:
-        assert (await fleet.complete()).status_code == 500
-
-    gateway(scenario, linked=False, change=scripted(*[CHUNK] * 1000, b"data: [DONE]\n\n"))
+    assert (await fleet.complete()).status_code == 500
 
 
 @on(gateway, linked=False, change=scripted(

@@ -174,51 +174,49 @@ def chunks(response: httpx2.Response) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-def test_an_answer_comes_as_the_server_gives_it_with_tier_and_verdict(linked: bool, stream: bool, chat: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        ask = fleet.chat if chat else fleet.complete
-        response = await ask(service_tier="chat", stream=stream, user="someone", logit_bias={"5": 1})
-        assert response.status_code == 200
-        unbuffered = (response.headers.get("cache-control"), response.headers.get("x-accel-buffering"))
-        assert unbuffered == (("no-cache", "no") if stream else (None, None))
-        last = chunks(response)[-1] if stream else response.json()
-        assert last["service_tier"] == "chat"
-        assert last["rubato"]["met"] is True
-        assert last["rubato"]["targets"]["ttft_ms"] == 1000.0
-        assert last["rubato"]["ttft_ms"] == pytest.approx(100.0)
-        assert last["rubato"]["tpot_ms"] == pytest.approx(100.0)
-        if stream:
-            said = [c["choices"][0] for c in chunks(response)]
-            text = "".join((c.get("delta") or c).get("content" if chat else "text", "") for c in said)
-        else:
-            choice = response.json()["choices"][0]
-            text = choice["message"]["content"] if chat else choice["text"]
-        assert text == "la ti do re "
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.output) == ("completed", 4)
-        (body,) = [body for server in fleet.servers for body in server.bodies]
-        assert body["user"] == "someone"
-        assert body["logit_bias"] == {"5": 1}
-        id = response.headers["x-request-id"]
-        page = await fleet.http.get(f"/debug/requests/{last['id']}")
-        assert last["id"].endswith(id)
-        assert page.json()["choices"][0]["verdict"]["met"] is True
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_an_answer_comes_as_the_server_gives_it_with_tier_and_verdict(
+    fleet: Fleet, stream: bool, chat: bool
+) -> None:
+    ask = fleet.chat if chat else fleet.complete
+    response = await ask(service_tier="chat", stream=stream, user="someone", logit_bias={"5": 1})
+    assert response.status_code == 200
+    unbuffered = (response.headers.get("cache-control"), response.headers.get("x-accel-buffering"))
+    assert unbuffered == (("no-cache", "no") if stream else (None, None))
+    last = chunks(response)[-1] if stream else response.json()
+    assert last["service_tier"] == "chat"
+    assert last["rubato"]["met"] is True
+    assert last["rubato"]["targets"]["ttft_ms"] == 1000.0
+    assert last["rubato"]["ttft_ms"] == pytest.approx(100.0)
+    assert last["rubato"]["tpot_ms"] == pytest.approx(100.0)
+    if stream:
+        said = [c["choices"][0] for c in chunks(response)]
+        text = "".join((c.get("delta") or c).get("content" if chat else "text", "") for c in said)
+    else:
+        choice = response.json()["choices"][0]
+        text = choice["message"]["content"] if chat else choice["text"]
+    assert text == "la ti do re "
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.output) == ("completed", 4)
+    (body,) = [body for server in fleet.servers for body in server.bodies]
+    assert body["user"] == "someone"
+    assert body["logit_bias"] == {"5": 1}
+    id = response.headers["x-request-id"]
+    page = await fleet.http.get(f"/debug/requests/{last['id']}")
+    assert last["id"].endswith(id)
+    assert page.json()["choices"][0]["verdict"]["met"] is True
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_choices_of_one_answer_go_to_one_server_and_are_judged_together(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        response = await fleet.complete(service_tier="chat", n=3)
-        assert [choice["index"] for choice in response.json()["choices"]] == [0, 1, 2]
-        assert len(response.json()["rubato"]["choices"]) == 3
-        streamed = await fleet.complete(service_tier="chat", n=2, stream=True)
-        assert len(chunks(streamed)[-1]["rubato"]["choices"]) == 2
-        assert len(fleet.of(Offered)) == 5
-        assert {event.output for event in fleet.of(Finished)} == {4}
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_choices_of_one_answer_go_to_one_server_and_are_judged_together(fleet: Fleet) -> None:
+    response = await fleet.complete(service_tier="chat", n=3)
+    assert [choice["index"] for choice in response.json()["choices"]] == [0, 1, 2]
+    assert len(response.json()["rubato"]["choices"]) == 3
+    streamed = await fleet.complete(service_tier="chat", n=2, stream=True)
+    assert len(chunks(streamed)[-1]["rubato"]["choices"]) == 2
+    assert len(fleet.of(Offered)) == 5
+    assert {event.output for event in fleet.of(Finished)} == {4}
 
 
 @on(gateway)
@@ -286,13 +284,11 @@ def test_choices_whose_server_fails_go_on_together(how: str, count: int, n: int,
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_choices_end_together_where_every_server_fails(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        Failing.fails, Failing.how, Failing.asked = 1000, "503", 0
-        answers = await asyncio.wait_for(asyncio.gather(*(fleet.complete(n=8) for _ in range(8))), 60.0)
-        assert {answer.status_code for answer in answers} <= {429, 500, 503}
-
-    gateway(scenario, servers=4, linked=linked, change=failing)
+@on(gateway, "linked", servers=4, change=failing)
+async def test_choices_end_together_where_every_server_fails(fleet: Fleet) -> None:
+    Failing.fails, Failing.how, Failing.asked = 1000, "503", 0
+    answers = await asyncio.wait_for(asyncio.gather(*(fleet.complete(n=8) for _ in range(8))), 60.0)
+    assert {answer.status_code for answer in answers} <= {429, 500, 503}
 
 
 @on(gateway, servers=4, change=failing)
@@ -338,69 +334,63 @@ async def test_what_a_server_still_says_of_a_refused_request_is_dropped(
 
 @pytest.mark.parametrize("how", ["down", "broken"])
 @pytest.mark.parametrize("linked", [True, False])
-def test_what_a_server_fails_at_goes_elsewhere_while_nothing_was_streamed(how: str, linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        bad, good = fleet.servers
-        if how == "down":
-            bad.down = True
-        else:
-            bad.broken = 503
-        answers = await asyncio.gather(*(fleet.complete(stream=True, service_tier="chat") for _ in range(4)))
-        assert all(answer.status_code == 200 for answer in answers)
-        assert len({placed.id for placed in fleet.of(Placed) if placed.replica == "r0"}) >= 1
-        for answer in answers:  # of whatever try, the id is the one that it was given at first
-            said = {chunk["id"] for chunk in chunks(answer)}
-            assert said == {f"cmpl-{answer.headers['x-request-id']}"}
-        assert all(event.request.handoff.reason == "failed" for event in fleet.of(HandedOff))
-        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
-        assert len(good.bodies) == 4
-        assert any(head["x-request-id"].endswith("-t2") for head in good.heads)
-        assert "r0" not in fleet.cluster.hosts or len(bad.bodies) < 3
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_what_a_server_fails_at_goes_elsewhere_while_nothing_was_streamed(fleet: Fleet, how: str) -> None:
+    bad, good = fleet.servers
+    if how == "down":
+        bad.down = True
+    else:
+        bad.broken = 503
+    answers = await asyncio.gather(*(fleet.complete(stream=True, service_tier="chat") for _ in range(4)))
+    assert all(answer.status_code == 200 for answer in answers)
+    assert len({placed.id for placed in fleet.of(Placed) if placed.replica == "r0"}) >= 1
+    for answer in answers:  # of whatever try, the id is the one that it was given at first
+        said = {chunk["id"] for chunk in chunks(answer)}
+        assert said == {f"cmpl-{answer.headers['x-request-id']}"}
+    assert all(event.request.handoff.reason == "failed" for event in fleet.of(HandedOff))
+    assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
+    assert len(good.bodies) == 4
+    assert any(head["x-request-id"].endswith("-t2") for head in good.heads)
+    assert "r0" not in fleet.cluster.hosts or len(bad.bodies) < 3
 
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_stream_that_breaks_off_goes_on_elsewhere_from_its_text(linked: bool, chat: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        fleet.servers[0].cut = 2
-        ask = fleet.chat(stream=True) if chat else fleet.complete(stream=True, prompt="abc")
-        response = await ask
-        said = chunks(response)
-        assert len({chunk["id"] for chunk in said}) == 1
-        assert said[-1]["choices"][0]["finish_reason"] == "length"
-        (again,) = fleet.servers[1].bodies
-        assert again["max_tokens"] == 2
-        if chat:
-            assert again["messages"][-1] == {"role": "assistant", "content": "la ti "}
-            assert again["continue_final_message"] is True
-            roles = [c for chunk in said for c in chunk["choices"] if c["delta"].get("role")]
-            assert len(roles) == 1
-        else:
-            assert again["prompt"] == "abcla ti "
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.output) == ("completed", 4)
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_a_stream_that_breaks_off_goes_on_elsewhere_from_its_text(fleet: Fleet, chat: bool) -> None:
+    fleet.servers[0].cut = 2
+    ask = fleet.chat(stream=True) if chat else fleet.complete(stream=True, prompt="abc")
+    response = await ask
+    said = chunks(response)
+    assert len({chunk["id"] for chunk in said}) == 1
+    assert said[-1]["choices"][0]["finish_reason"] == "length"
+    (again,) = fleet.servers[1].bodies
+    assert again["max_tokens"] == 2
+    if chat:
+        assert again["messages"][-1] == {"role": "assistant", "content": "la ti "}
+        assert again["continue_final_message"] is True
+        roles = [c for chunk in said for c in chunk["choices"] if c["delta"].get("role")]
+        assert len(roles) == 1
+    else:
+        assert again["prompt"] == "abcla ti "
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.output) == ("completed", 4)
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_stream_whose_chunks_bring_several_tokens_goes_on_with_as_many_fewer(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        fleet.servers[0].cut = fleet.servers[0].merged = 3
-        response = await fleet.complete(stream=True, prompt="abc", max_tokens=8)
-        assert chunks(response)[-1]["choices"][0]["finish_reason"] == "length"
-        (again,) = fleet.servers[1].bodies
-        assert (again["prompt"], again["max_tokens"]) == ("abcla ti do ", 5)
-        for server in fleet.servers:
-            server.cut = server.merged = 3
-        await asyncio.sleep(5.0)
-        await fleet.complete(stream=True)
-        bodies = [body for server in fleet.servers for body in server.bodies[1:]]
-        assert [1, 2, 3, FIRST_WORD_ID, FIRST_WORD_ID + 1, FIRST_WORD_ID + 2] in [body["prompt"] for body in bodies]
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_a_stream_whose_chunks_bring_several_tokens_goes_on_with_as_many_fewer(fleet: Fleet) -> None:
+    fleet.servers[0].cut = fleet.servers[0].merged = 3
+    response = await fleet.complete(stream=True, prompt="abc", max_tokens=8)
+    assert chunks(response)[-1]["choices"][0]["finish_reason"] == "length"
+    (again,) = fleet.servers[1].bodies
+    assert (again["prompt"], again["max_tokens"]) == ("abcla ti do ", 5)
+    for server in fleet.servers:
+        server.cut = server.merged = 3
+    await asyncio.sleep(5.0)
+    await fleet.complete(stream=True)
+    bodies = [body for server in fleet.servers for body in server.bodies[1:]]
+    assert [1, 2, 3, FIRST_WORD_ID, FIRST_WORD_ID + 1, FIRST_WORD_ID + 2] in [body["prompt"] for body in bodies]
 
 
 @on(gateway, linked=False)
@@ -414,25 +404,23 @@ async def test_chunks_whose_text_is_fewer_tokens_count_all_the_same(fleet: Fleet
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_streams_of_named_events_end_by_their_own_last_event(linked: bool, path: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        message = {"role": "user", "content": "hi"}
-        body = {"model": "stub", "messages": [message], "input": "hi", "max_tokens": 4, "stream": True}
-        response = await fleet.http.post(path, json=body)
-        events = [part.split(b"\n")[0][7:].decode() for part in response.content.split(b"\n\n") if part]
-        text, last = STREAM_EVENTS[path]
-        assert events == [text] * 4 + [last]
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.output) == ("completed", 4)
-        for server in fleet.servers:
-            server.cut = 2
-        broken = await fleet.http.post(path, json=body)
-        assert broken.content.count(b"event: ") == 3
-        error = orjson.loads(broken.content.split(b"event: error\ndata: ")[1])
-        assert error["type"] == "error"
-        assert "cannot be continued elsewhere" in error["error"]["message"]
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_streams_of_named_events_end_by_their_own_last_event(fleet: Fleet, path: str) -> None:
+    message = {"role": "user", "content": "hi"}
+    body = {"model": "stub", "messages": [message], "input": "hi", "max_tokens": 4, "stream": True}
+    response = await fleet.http.post(path, json=body)
+    events = [part.split(b"\n")[0][7:].decode() for part in response.content.split(b"\n\n") if part]
+    text, last = STREAM_EVENTS[path]
+    assert events == [text] * 4 + [last]
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.output) == ("completed", 4)
+    for server in fleet.servers:
+        server.cut = 2
+    broken = await fleet.http.post(path, json=body)
+    assert broken.content.count(b"event: ") == 3
+    error = orjson.loads(broken.content.split(b"event: error\ndata: ")[1])
+    assert error["type"] == "error"
+    assert "cannot be continued elsewhere" in error["error"]["message"]
 
 
 @on(gateway)
@@ -716,17 +704,15 @@ async def test_a_request_that_decodes_at_a_server_without_the_link_is_shown_to_r
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_arrives_when_its_head_has_come_in(linked: bool, stream: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        await asyncio.sleep(1.0)
-        body = {"prompt": "abc", "max_tokens": 4, "stream": stream, "slo": {"ttft_ms": 300}}
-        head_at = {"extensions": {HEAD_TIME_KEY: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
-        _, raw = await fleet.stream(orjson.dumps(body), **head_at)
-        (end,) = fleet.of(Finished)
-        assert (end.verdict.met, end.verdict.ttft) == (False, pytest.approx(0.35))
-        assert b'"ttft_ms":350.0' in raw
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_a_request_arrives_when_its_head_has_come_in(fleet: Fleet, stream: bool) -> None:
+    await asyncio.sleep(1.0)
+    body = {"prompt": "abc", "max_tokens": 4, "stream": stream, "slo": {"ttft_ms": 300}}
+    head_at = {"extensions": {HEAD_TIME_KEY: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
+    _, raw = await fleet.stream(orjson.dumps(body), **head_at)
+    (end,) = fleet.of(Finished)
+    assert (end.verdict.met, end.verdict.ttft) == (False, pytest.approx(0.35))
+    assert b'"ttft_ms":350.0' in raw
 
 
 @on(gateway, servers=1)
@@ -808,23 +794,23 @@ async def test_what_a_server_of_ours_says_of_itself_is_not_said_twice(fleet: Fle
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_query_goes_to_each_server_that_is_tried_and_the_path_is_known_all_the_same(path: str, linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        body = {
-            "model": "stub", "prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 4, "service_tier": "chat", "stream": True,
-        }  # fmt: skip
-        fleet.servers[0].broken = 503
-        query = "api-version=2026-01-01&beta=true&a=%2B%20"
-        response = await fleet.http.post(f"{path}?{query}", json=body)
-        assert response.status_code == 200
-        assert (b'"rubato"' in response.content) == ("completions" in path)
-        assert [server.queries for server in fleet.servers] == [[query], [query]]
-        assert (await fleet.http.post(path, json={**body, "service_tier": None})).status_code == 200
-        assert fleet.servers[1].queries[-1] == ""
-        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_a_query_goes_to_each_server_that_is_tried_and_the_path_is_known_all_the_same(
+    fleet: Fleet, path: str
+) -> None:
+    body = {
+        "model": "stub", "prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 4, "service_tier": "chat", "stream": True,
+    }  # fmt: skip
+    fleet.servers[0].broken = 503
+    query = "api-version=2026-01-01&beta=true&a=%2B%20"
+    response = await fleet.http.post(f"{path}?{query}", json=body)
+    assert response.status_code == 200
+    assert (b'"rubato"' in response.content) == ("completions" in path)
+    assert [server.queries for server in fleet.servers] == [[query], [query]]
+    assert (await fleet.http.post(path, json={**body, "service_tier": None})).status_code == 200
+    assert fleet.servers[1].queries[-1] == ""
+    assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
 
 
 @on(gateway)

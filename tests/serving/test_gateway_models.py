@@ -87,20 +87,18 @@ async def test_models_are_for_those_with_a_key(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_model_that_no_server_lists_is_one_404_with_the_names(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for ask in (fleet.complete, fleet.chat):
-            refused = await ask(model="lora-z", stream=True)
-            assert refused.status_code == 404
-            error = refused.json()["error"]
-            assert (error["param"], error["code"]) == ("model", "model_not_found")
-            assert error["message"] == "The model 'lora-z' does not exist; this fleet serves stub, lora-x, lora-y."
-        assert not any(server.bodies for server in fleet.servers)
-        assert await fleet.metric("rubato_client_errors_total") == 2
-        assert await fleet.metric("rubato_requests_offered_total") == 0
-        assert (await fleet.complete(model=None)).status_code == 200
-
-    gateway(scenario, servers=3, linked=linked, change=change)
+@on(gateway, "linked", servers=3, change=change)
+async def test_model_that_no_server_lists_is_one_404_with_the_names(fleet: Fleet) -> None:
+    for ask in (fleet.complete, fleet.chat):
+        refused = await ask(model="lora-z", stream=True)
+        assert refused.status_code == 404
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert error["message"] == "The model 'lora-z' does not exist; this fleet serves stub, lora-x, lora-y."
+    assert not any(server.bodies for server in fleet.servers)
+    assert await fleet.metric("rubato_client_errors_total") == 2
+    assert await fleet.metric("rubato_requests_offered_total") == 0
+    assert (await fleet.complete(model=None)).status_code == 200
 
 
 @on(gateway, servers=3, change=change, tenants=[tenant("a", max_in_flight=1)])
@@ -110,21 +108,19 @@ async def test_model_with_a_name_too_long_to_read_is_a_404_each_time(fleet: Flee
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_adapter_that_is_loaded_or_unloaded_is_seen_within_seconds(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        listed(fleet.servers[1], ["stub", "lora-x", "lora-z"])
-        listed(fleet.servers[0], ["stub"])
-        await asyncio.sleep(READ_S)
-        models = ["lora-x", "lora-z"] * 6
-        assert await answers(fleet, models) == [200] * 12
-        assert got(fleet, "lora-z") == [0, 6, 0]
-        assert got(fleet, "lora-x")[0] == 0
-        listed(fleet.servers[1], ["stub", "lora-x"])
-        fleet.servers[2].pages["/v1/models"] = (500, b"")  # the list that was read last stands
-        await asyncio.sleep(READ_S)
-        assert await answers(fleet, ["lora-z", "lora-y"]) == [404, 200]
-
-    gateway(scenario, servers=3, linked=linked, change=change)
+@on(gateway, "linked", servers=3, change=change)
+async def test_adapter_that_is_loaded_or_unloaded_is_seen_within_seconds(fleet: Fleet) -> None:
+    listed(fleet.servers[1], ["stub", "lora-x", "lora-z"])
+    listed(fleet.servers[0], ["stub"])
+    await asyncio.sleep(READ_S)
+    models = ["lora-x", "lora-z"] * 6
+    assert await answers(fleet, models) == [200] * 12
+    assert got(fleet, "lora-z") == [0, 6, 0]
+    assert got(fleet, "lora-x")[0] == 0
+    listed(fleet.servers[1], ["stub", "lora-x"])
+    fleet.servers[2].pages["/v1/models"] = (500, b"")  # the list that was read last stands
+    await asyncio.sleep(READ_S)
+    assert await answers(fleet, ["lora-z", "lora-y"]) == [404, 200]
 
 
 @on(gateway, servers=3, change=change)

@@ -25,20 +25,18 @@ END = b'data: {"id":"x","choices":[{"index":0,"text":"","finish_reason":"stop"}]
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_requests_for_a_model_whose_only_server_is_lost_end(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        begun = asyncio.create_task(fleet.complete(model="lora-y", stream=True, max_tokens=50))
-        await asyncio.sleep(0.35)
-        fleet.servers[2].kill()
-        await asyncio.sleep(30.0)
-        later = asyncio.create_task(fleet.complete(model="lora-y"))
-        other = await fleet.complete(model="stub")
-        await asyncio.wait_for(asyncio.gather(begun, later), 120.0)
-        assert (other.status_code, later.result().status_code) == (200, 429)
-        assert b"[DONE]" not in begun.result().content
-        assert fleet.cluster.in_flight == 0
-
-    gateway(scenario, servers=3, linked=linked, change=change)
+@on(gateway, "linked", servers=3, change=change)
+async def test_requests_for_a_model_whose_only_server_is_lost_end(fleet: Fleet) -> None:
+    begun = asyncio.create_task(fleet.complete(model="lora-y", stream=True, max_tokens=50))
+    await asyncio.sleep(0.35)
+    fleet.servers[2].kill()
+    await asyncio.sleep(30.0)
+    later = asyncio.create_task(fleet.complete(model="lora-y"))
+    other = await fleet.complete(model="stub")
+    await asyncio.wait_for(asyncio.gather(begun, later), 120.0)
+    assert (other.status_code, later.result().status_code) == (200, 429)
+    assert b"[DONE]" not in begun.result().content
+    assert fleet.cluster.in_flight == 0
 
 
 @on(gateway, linked=False)
@@ -50,14 +48,12 @@ async def test_requests_for_a_model_that_every_server_has_stopped_listing_end(fl
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_server_that_lists_nothing_any_more_gets_nothing(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        listed(fleet.servers[1], [])
-        await asyncio.sleep(READ_S)
-        await asyncio.gather(*(fleet.complete() for _ in range(8)))
-        assert got(fleet, "stub") == [8, 0]
-
-    gateway(scenario, linked=linked)
+@on(gateway, "linked")
+async def test_server_that_lists_nothing_any_more_gets_nothing(fleet: Fleet) -> None:
+    listed(fleet.servers[1], [])
+    await asyncio.sleep(READ_S)
+    await asyncio.gather(*(fleet.complete() for _ in range(8)))
+    assert got(fleet, "stub") == [8, 0]
 
 
 def test_names_that_no_server_lists_are_not_kept() -> None:
@@ -71,21 +67,18 @@ def test_names_that_no_server_lists_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_last_server_that_takes_requests_is_lost_while_another_drains(linked: bool) -> None:
+@on(gateway, "linked")
+async def test_last_server_that_takes_requests_is_lost_while_another_drains(fleet: Fleet) -> None:
     """What runs there goes on, and what comes waits for a server."""
-
-    async def scenario(fleet: Fleet) -> None:
-        asked = [asyncio.create_task(fleet.complete(max_tokens=100, stream=True)) for _ in range(4)]
-        await asyncio.sleep(0.25)
-        fleet.cluster._scaling.drain("r1")
-        fleet.servers[0].kill()
-        await asyncio.sleep(2.0)
-        late = asyncio.create_task(fleet.complete())
-        await asyncio.wait_for(asyncio.gather(*asked, late), 600.0)
-        assert all(task.result().content.endswith(b"[DONE]\n\n") for task in asked[1::2])
-        assert {event.id for event in fleet.of(Left)} >= {"r0"}
-
-    gateway(scenario, linked=linked)
+    asked = [asyncio.create_task(fleet.complete(max_tokens=100, stream=True)) for _ in range(4)]
+    await asyncio.sleep(0.25)
+    fleet.cluster._scaling.drain("r1")
+    fleet.servers[0].kill()
+    await asyncio.sleep(2.0)
+    late = asyncio.create_task(fleet.complete())
+    await asyncio.wait_for(asyncio.gather(*asked, late), 600.0)
+    assert all(task.result().content.endswith(b"[DONE]\n\n") for task in asked[1::2])
+    assert {event.id for event in fleet.of(Left)} >= {"r0"}
 
 
 def parts(data: bytes) -> list[bytes]:
@@ -190,19 +183,17 @@ def deadly(servers: list[StubServer]) -> None:
 
 @pytest.mark.parametrize("how", [("dies",), ("500",), ("500", "dies"), ("dies", "503")])
 @pytest.mark.parametrize("linked", [True, False])
-def test_request_whose_servers_fail_and_die_takes_two(how: Sequence[str], linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        Dies.how, Dies.tries = how, 0
-        others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
-        await asyncio.sleep(0.05)
-        assert (await fleet.complete(prompt="poison", stream=True)).status_code == 500
-        await asyncio.gather(*others)
-        await asyncio.sleep(10.0)
-        assert len(fleet.of(Left)) == 2
-        cut = [other for other in others if not other.result().content.endswith(b"[DONE]\n\n")]
-        assert len(cut) <= 1  # one that was at both: nobody can tell it from what they died of
-
-    gateway(scenario, servers=7, linked=linked, change=deadly)
+@on(gateway, "linked", servers=7, change=deadly)
+async def test_request_whose_servers_fail_and_die_takes_two(fleet: Fleet, how: Sequence[str]) -> None:
+    Dies.how, Dies.tries = how, 0
+    others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    assert (await fleet.complete(prompt="poison", stream=True)).status_code == 500
+    await asyncio.gather(*others)
+    await asyncio.sleep(10.0)
+    assert len(fleet.of(Left)) == 2
+    cut = [other for other in others if not other.result().content.endswith(b"[DONE]\n\n")]
+    assert len(cut) <= 1  # one that was at both: nobody can tell it from what they died of
 
 
 def test_metrics_page_with_an_endless_name_is_read_once() -> None:

@@ -96,24 +96,22 @@ async def test_passed_calls_beyond_a_tenants_max_in_flight_are_refused(fleet: Fl
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_passed_call_whose_client_leaves_is_given_up_at_the_server(breaks: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for server in embeddings(fleet):
-            server.breaks = breaks  # the response has begun, and does not end
-            if breaks:
-                server.done.set()
-        asked = [asyncio.create_task(call(fleet, leaves=True)) for _ in range(60)]
-        await asyncio.sleep(0.1)
-        assert sum(server.open_ for server in embeddings(fleet)) == 60
-        await asyncio.sleep(1.0)
-        assert sum(server.open_ for server in embeddings(fleet)) == 0
-        await asyncio.gather(*asked)
-        for server in embeddings(fleet):
-            server.breaks = False
+@on(gateway, change=change, tenants=[tenant("a", max_in_flight=60)])
+async def test_passed_call_whose_client_leaves_is_given_up_at_the_server(fleet: Fleet, breaks: bool) -> None:
+    for server in embeddings(fleet):
+        server.breaks = breaks  # the response has begun, and does not end
+        if breaks:
             server.done.set()
-        assert {status for status, _ in await asyncio.gather(*[call(fleet) for _ in range(60)])} == {200}
-
-    gateway(scenario, change=change, tenants=[tenant("a", max_in_flight=60)])
+    asked = [asyncio.create_task(call(fleet, leaves=True)) for _ in range(60)]
+    await asyncio.sleep(0.1)
+    assert sum(server.open_ for server in embeddings(fleet)) == 60
+    await asyncio.sleep(1.0)
+    assert sum(server.open_ for server in embeddings(fleet)) == 0
+    await asyncio.gather(*asked)
+    for server in embeddings(fleet):
+        server.breaks = False
+        server.done.set()
+    assert {status for status, _ in await asyncio.gather(*[call(fleet) for _ in range(60)])} == {200}
 
 
 @on(gateway, change=change, tenants=[tenant("a")])
@@ -149,16 +147,14 @@ async def test_passed_response_that_breaks_off_breaks_its_clients_connection(fle
 @pytest.mark.parametrize(
     ("error", "status", "asked"), [(UnreachableError("refused"), 503, 4), (UpstreamError("closed"), 502, 2)]
 )
-def test_passed_call_at_which_servers_fail_is_sent_to_one_other_that_may_have_begun(
-    error: Exception, status: int, asked: int
+@on(gateway, servers=4, change=change, tenants=[tenant("a")])
+async def test_passed_call_at_which_servers_fail_is_sent_to_one_other_that_may_have_begun(
+    fleet: Fleet, error: Exception, status: int, asked: int
 ) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for server in embeddings(fleet):
-            server.fails = error
-        assert (await call(fleet))[0] == status
-        assert sum(server.asked for server in embeddings(fleet)) == asked
-
-    gateway(scenario, servers=4, change=change, tenants=[tenant("a")])
+    for server in embeddings(fleet):
+        server.fails = error
+    assert (await call(fleet))[0] == status
+    assert sum(server.asked for server in embeddings(fleet)) == asked
 
 
 @on(gateway, servers=3)

@@ -18,23 +18,21 @@ from tests.stubs.vllm_server import MemoryReply, StubServer
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_request_that_no_server_answers_ends_as_failed(linked: bool, stream: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        for server in fleet.servers:
-            server.mute = True
-        began = fleet.clock.now()
-        response = await fleet.complete(stream=stream)
-        assert response.status_code == 500
-        took = fleet.clock.now() - began  # by the link it is known that no engine has it
-        assert took < 100.0 if linked else took == pytest.approx(2 * MAX_SILENCE_S, abs=1.0)
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.verdict.met) == ("failed", False)
-        assert len(fleet.cluster.hosts) == 3  # their /health is right
-        fleet.servers[0].mute = False
-        answers = [await fleet.complete(stream=stream) for _ in range(2)]
-        assert 200 in [answer.status_code for answer in answers]
-
-    gateway(scenario, servers=3, linked=linked)
+@on(gateway, "linked", servers=3)
+async def test_request_that_no_server_answers_ends_as_failed(fleet: Fleet, linked: bool, stream: bool) -> None:
+    for server in fleet.servers:
+        server.mute = True
+    began = fleet.clock.now()
+    response = await fleet.complete(stream=stream)
+    assert response.status_code == 500
+    took = fleet.clock.now() - began  # by the link it is known that no engine has it
+    assert took < 100.0 if linked else took == pytest.approx(2 * MAX_SILENCE_S, abs=1.0)
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.verdict.met) == ("failed", False)
+    assert len(fleet.cluster.hosts) == 3  # their /health is right
+    fleet.servers[0].mute = False
+    answers = [await fleet.complete(stream=stream) for _ in range(2)]
+    assert 200 in [answer.status_code for answer in answers]
 
 
 @on(gateway, servers=1)
@@ -54,17 +52,15 @@ async def test_server_is_known_to_work_at_a_request_while_its_link_says_so(fleet
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_request_that_an_api_server_keeps_from_its_busy_engine_goes_elsewhere(stream: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        long = [asyncio.ensure_future(fleet.complete(max_tokens=400)) for _ in range(2)]  # one at each
-        await asyncio.sleep(0.5)
-        fleet.servers[0].mute = True
-        began = fleet.clock.now()
-        assert (await fleet.complete(stream=stream)).status_code == 200
-        assert MAX_ABSENCE_S < fleet.clock.now() - began < MAX_ABSENCE_S + 3.0
-        assert [one.status_code for one in await asyncio.gather(*long)] == [200, 200]
-
-    gateway(scenario)
+@on(gateway)
+async def test_request_that_an_api_server_keeps_from_its_busy_engine_goes_elsewhere(fleet: Fleet, stream: bool) -> None:
+    long = [asyncio.ensure_future(fleet.complete(max_tokens=400)) for _ in range(2)]  # one at each
+    await asyncio.sleep(0.5)
+    fleet.servers[0].mute = True
+    began = fleet.clock.now()
+    assert (await fleet.complete(stream=stream)).status_code == 200
+    assert MAX_ABSENCE_S < fleet.clock.now() - began < MAX_ABSENCE_S + 3.0
+    assert [one.status_code for one in await asyncio.gather(*long)] == [200, 200]
 
 
 ABORTED = b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'

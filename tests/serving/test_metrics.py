@@ -142,20 +142,18 @@ async def test_replica_seconds_by_tier(at: Edge) -> None:
     assert now <= value("rubato_replica_seconds_total") <= at.cluster.clock.now()
 
 
-def test_a_listener_that_fails_is_counted() -> None:
+@on(edge)
+async def test_a_listener_that_fails_is_counted(at: Edge) -> None:
     """Such as the event log on a full disk. No request ends for it."""
 
     def full(event: Event) -> None:
         raise OSError("No space left on device")
 
-    async def scenario(at: Edge) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)
-        at.cluster.listen(full)
-        assert (await at.chat()).status_code == 200
-        value = await scrape(at)
-        assert value("rubato_listener_errors_total", listener=full.__qualname__) == len(at.events) > 3
-
-    edge(scenario)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)
+    at.cluster.listen(full)
+    assert (await at.chat()).status_code == 200
+    value = await scrape(at)
+    assert value("rubato_listener_errors_total", listener=full.__qualname__) == len(at.events) > 3
 
 
 def test_each_of_several_tokens_told_of_at_once_has_its_own_gap() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rubato.core.events import Finished, Left
 from rubato.fleet.upstream import BrokenError, Headers
+from tests.kit import on
 from tests.serving.test_gateway import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
@@ -92,21 +93,19 @@ def test_good_tenant_beside_a_poisoner_completes_nine_tenths(linked: bool) -> No
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("kind", ["dies", "hangs"])
-def test_a_request_that_takes_its_server_with_it_takes_two_at_most(kind: str, linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
-        await asyncio.sleep(0.05)
-        response = await fleet.complete(max_tokens=4, stream=True, prompt=f"{POISON}:{kind}")
-        assert response.status_code == 500
-        answers = await asyncio.gather(*others)
-        await asyncio.sleep(10.0)  # by then a server that nobody answers for is lost
-        assert len({event.id for event in fleet.of(Left)}) == 2
-        assert sum([server.down or server.hangs for server in fleet.servers]) == 2
-        assert sum([answer.status_code == 200 for answer in answers]) >= 4
-        assert (await fleet.complete()).status_code == 200
-        assert len({event.id for event in fleet.of(Finished)}) == 8
-
-    gateway(scenario, servers=5, linked=linked, change=change)
+@on(gateway, "linked", servers=5, change=change)
+async def test_a_request_that_takes_its_server_with_it_takes_two_at_most(fleet: Fleet, kind: str) -> None:
+    others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    response = await fleet.complete(max_tokens=4, stream=True, prompt=f"{POISON}:{kind}")
+    assert response.status_code == 500
+    answers = await asyncio.gather(*others)
+    await asyncio.sleep(10.0)  # by then a server that nobody answers for is lost
+    assert len({event.id for event in fleet.of(Left)}) == 2
+    assert sum([server.down or server.hangs for server in fleet.servers]) == 2
+    assert sum([answer.status_code == 200 for answer in answers]) >= 4
+    assert (await fleet.complete()).status_code == 200
+    assert len({event.id for event in fleet.of(Finished)}) == 8
 
 
 def test_a_request_whose_step_kills_its_server_before_the_report_of_that_step_takes_two_at_most() -> None:
@@ -135,15 +134,12 @@ def test_a_request_whose_step_kills_its_server_before_the_report_of_that_step_ta
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_server_that_dies_of_itself_costs_no_request_however_many_it_has(linked: bool) -> None:
+@on(gateway, "linked", servers=2, change=change)
+async def test_a_server_that_dies_of_itself_costs_no_request_however_many_it_has(fleet: Fleet) -> None:
     """Half of what runs goes on elsewhere at once: more than the budget of retries."""
-
-    async def scenario(fleet: Fleet) -> None:
-        asked = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(24)]
-        await asyncio.sleep(0.05)
-        fleet.servers[0].kill()
-        answers = await asyncio.gather(*asked)
-        assert [answer.content.endswith(b"[DONE]\n\n") for answer in answers] == [True] * 24
-        assert {event.id for event in fleet.of(Left)} == {"r0"}
-
-    gateway(scenario, servers=2, linked=linked, change=change)
+    asked = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(24)]
+    await asyncio.sleep(0.05)
+    fleet.servers[0].kill()
+    answers = await asyncio.gather(*asked)
+    assert [answer.content.endswith(b"[DONE]\n\n") for answer in answers] == [True] * 24
+    assert {event.id for event in fleet.of(Left)} == {"r0"}

@@ -183,7 +183,10 @@ async def test_an_empty_list_and_a_mixed_one_are_told_apart(at: Edge) -> None:
     ]
 
 
-def test_prompts_are_tokenized_off_the_event_loop_where_together_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(edge, max_model_len=LONG_TEXT_BYTES)
+async def test_prompts_are_tokenized_off_the_event_loop_where_together_they_are_long(
+    at: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = 0
 
     async def to_thread(function: Callable[..., Any], *args: Any) -> Any:
@@ -192,10 +195,6 @@ def test_prompts_are_tokenized_off_the_event_loop_where_together_they_are_long(m
         return function(*args)
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
-
-    async def scenario(at: Edge) -> None:
-        for share, expected in ((4, 0), (3, 4)):
-            await at.complete(prompt=["x" * (LONG_TEXT_BYTES // share)] * 4)
-            assert threads == expected
-
-    edge(scenario, max_model_len=LONG_TEXT_BYTES)
+    for share, expected in ((4, 0), (3, 4)):
+        await at.complete(prompt=["x" * (LONG_TEXT_BYTES // share)] * 4)
+        assert threads == expected

@@ -13,6 +13,7 @@ import pytest
 from rubato.core.events import Finished, Tokens
 from rubato.fleet.token_path import TokenPath
 from rubato.serving.asgi_client import WRITER_KEY
+from tests.kit import on
 from tests.serving.conftest import http_scope
 from tests.serving.test_gateway import Fleet, gateway
 
@@ -65,52 +66,46 @@ def test_a_stream_written_directly_has_the_same_bytes_and_end(linked: bool, cont
     gateway(scenario, servers=1, linked=linked, is_vllm=lambda: continues)
 
 
-def test_tokens_counted_on_the_way_are_told_of_once_with_their_times() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        await Connection().ask(fleet, 40)
-        told = fleet.of(Tokens)
-        times = [at for event in told for at in event.times]
-        assert sum(event.tokens for event in told) == len(times) == 40
-        assert np.diff(times) == pytest.approx(np.full(39, 0.1))
-        assert len(told) < 8  # several at once
-        assert all(0 <= event.at - event.times[0] < 1.2 for event in told)
-        assert [type(event) for event in fleet.events].index(Finished) > fleet.events.index(told[-1])
-        assert await fleet.metric("vllm:inter_token_latency_seconds_count") == 39
-        assert await fleet.metric("vllm:inter_token_latency_seconds_sum") == pytest.approx(3.9)
-
-    gateway(scenario, servers=1, linked=False)
+@on(gateway, servers=1, linked=False)
+async def test_tokens_counted_on_the_way_are_told_of_once_with_their_times(fleet: Fleet) -> None:
+    await Connection().ask(fleet, 40)
+    told = fleet.of(Tokens)
+    times = [at for event in told for at in event.times]
+    assert sum(event.tokens for event in told) == len(times) == 40
+    assert np.diff(times) == pytest.approx(np.full(39, 0.1))
+    assert len(told) < 8  # several at once
+    assert all(0 <= event.at - event.times[0] < 1.2 for event in told)
+    assert [type(event) for event in fleet.events].index(Finished) > fleet.events.index(told[-1])
+    assert await fleet.metric("vllm:inter_token_latency_seconds_count") == 39
+    assert await fleet.metric("vllm:inter_token_latency_seconds_sum") == pytest.approx(3.9)
 
 
-def test_a_view_shows_tokens_that_nobody_was_told_of() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        (host,) = fleet.cluster.hosts.values()
-        seen: list[tuple[int, int]] = []
+@on(gateway, servers=1, linked=False)
+async def test_a_view_shows_tokens_that_nobody_was_told_of(fleet: Fleet) -> None:
+    (host,) = fleet.cluster.hosts.values()
+    seen: list[tuple[int, int]] = []
 
-        def look() -> None:
-            told = sum(event.tokens for event in fleet.of(Tokens))
-            seen.extend((seq.output, told) for seq in host.view().running)
+    def look() -> None:
+        told = sum(event.tokens for event in fleet.of(Tokens))
+        seen.extend((seq.output, told) for seq in host.view().running)
 
-        start = fleet.clock.now()
-        for step in range(1, 8):
-            fleet.clock.call_at(start + 0.1 * step + 0.05, 0, look)
-        assert (await fleet.complete(stream=True, max_tokens=10)).status_code == 200
-        assert [output for output, _ in seen] == list(range(1, len(seen) + 1))
-        assert any(output > told for output, told in seen)
-
-    gateway(scenario, servers=1, linked=False)
+    start = fleet.clock.now()
+    for step in range(1, 8):
+        fleet.clock.call_at(start + 0.1 * step + 0.05, 0, look)
+    assert (await fleet.complete(stream=True, max_tokens=10)).status_code == 200
+    assert [output for output, _ in seen] == list(range(1, len(seen) + 1))
+    assert any(output > told for output, told in seen)
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_stream_cut_on_the_way_goes_on_elsewhere_with_every_token(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        fleet.servers[0].cut = 20
-        raw = await Connection().ask(fleet, 40)
-        assert raw.endswith(b"[DONE]\n\n")
-        assert raw.count(b'"text":"') >= 40
-        end = fleet.of(Finished)[-1]
-        assert (end.outcome, end.output) == ("completed", 40)
-
-    gateway(scenario, servers=2, linked=linked)
+@on(gateway, "linked", servers=2)
+async def test_a_stream_cut_on_the_way_goes_on_elsewhere_with_every_token(fleet: Fleet) -> None:
+    fleet.servers[0].cut = 20
+    raw = await Connection().ask(fleet, 40)
+    assert raw.endswith(b"[DONE]\n\n")
+    assert raw.count(b'"text":"') >= 40
+    end = fleet.of(Finished)[-1]
+    assert (end.outcome, end.output) == ("completed", 40)
 
 
 def test_nothing_passes_once_the_trip_has_changed() -> None:

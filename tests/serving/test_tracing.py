@@ -89,19 +89,17 @@ async def test_request_is_one_span_with_its_times_verdict_and_parent(at: Edge) -
         ({"temperature": 9}, 400, {}),
     ],
 )
-def test_request_that_is_refused_is_one_span_with_the_reason(
-    body: dict[str, Any], status: int, said: dict[str, Any]
+@on(edge, tiers=TIERS)
+async def test_request_that_is_refused_is_one_span_with_the_reason(
+    at: Edge, body: dict[str, Any], status: int, said: dict[str, Any]
 ) -> None:
-    async def scenario(at: Edge) -> None:
-        spans = traced(at.app, at.cluster, at.clock)
-        assert (await at.chat(**body)).status_code == status
-        (span,) = spans()
-        told = dict(span.attributes or {})
-        assert (span.parent, told["http.response.status_code"]) == (None, status)
-        assert {name: told[f"rubato.{name}"] for name in said} == said
-        assert [name for name, _ in events(span)] == (["offered", "placed", "finished"] if said else [])
-
-    edge(scenario, tiers=TIERS)
+    spans = traced(at.app, at.cluster, at.clock)
+    assert (await at.chat(**body)).status_code == status
+    (span,) = spans()
+    told = dict(span.attributes or {})
+    assert (span.parent, told["http.response.status_code"]) == (None, status)
+    assert {name: told[f"rubato.{name}"] for name in said} == said
+    assert [name for name, _ in events(span)] == (["offered", "placed", "finished"] if said else [])
 
 
 @on(edge)
@@ -129,53 +127,47 @@ async def test_request_whose_client_leaves_is_a_span_that_ends_as_cancelled(flee
     assert seconds(span.end_time) < 2.0
 
 
-def test_request_that_a_server_fails_at_has_each_placement_in_its_span() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        spans = traced(fleet.app, fleet.cluster, fleet.clock)
-        fleet.servers[0].broken = 503
-        await fleet.complete()
-        (span,) = spans()
-        told = [(e.name, dict(e.attributes or {}).get("rubato.replica")) for e in span.events]
-        assert told[:4] == [("offered", None), ("placed", "r0"), ("handed off", "r0"), ("placed", "r1")]
-        tries = [head["traceparent"] for server in fleet.servers for head in server.heads]
-        own: Any = span.context
-        assert tries == [f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"] * 2
-        assert dict(span.attributes or {})["rubato.outcome"] == "completed"
-
-    gateway(scenario, linked=False)
+@on(gateway, linked=False)
+async def test_request_that_a_server_fails_at_has_each_placement_in_its_span(fleet: Fleet) -> None:
+    spans = traced(fleet.app, fleet.cluster, fleet.clock)
+    fleet.servers[0].broken = 503
+    await fleet.complete()
+    (span,) = spans()
+    told = [(e.name, dict(e.attributes or {}).get("rubato.replica")) for e in span.events]
+    assert told[:4] == [("offered", None), ("placed", "r0"), ("handed off", "r0"), ("placed", "r1")]
+    tries = [head["traceparent"] for server in fleet.servers for head in server.heads]
+    own: Any = span.context
+    assert tries == [f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"] * 2
+    assert dict(span.attributes or {})["rubato.outcome"] == "completed"
 
 
-def test_request_that_fails_is_a_span_with_an_error() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        spans = traced(fleet.app, fleet.cluster, fleet.clock)
-        for server in fleet.servers:
-            server.broken = 500
-        status = (await fleet.complete()).status_code
-        (span,) = spans()
-        told = dict(span.attributes or {})
-        assert (span.status.is_ok, told["rubato.outcome"], told["rubato.cause"]) == (False, "failed", "failed")
-        assert status == told["http.response.status_code"] >= 500
-
-    gateway(scenario)
+@on(gateway)
+async def test_request_that_fails_is_a_span_with_an_error(fleet: Fleet) -> None:
+    spans = traced(fleet.app, fleet.cluster, fleet.clock)
+    for server in fleet.servers:
+        server.broken = 500
+    status = (await fleet.complete()).status_code
+    (span,) = spans()
+    told = dict(span.attributes or {})
+    assert (span.status.is_ok, told["rubato.outcome"], told["rubato.cause"]) == (False, "failed", "failed")
+    assert status == told["http.response.status_code"] >= 500
 
 
 @pytest.mark.parametrize("flags", ["01", "00"])
-def test_gateway_passes_on_its_span_as_the_parent_of_the_servers(flags: str) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        spans = traced(fleet.app, fleet.cluster, fleet.clock)
-        sent = {"traceparent": f"00-{TRACE}-{CALLER}-{flags}", "tracestate": "vendor=1", "baggage": "a=1"}
-        await asyncio.gather(fleet.chat(sent), fleet.complete())
-        by_trace = {head["traceparent"].split("-")[1]: head for server in fleet.servers for head in server.heads}
-        assert len(by_trace) == 2
-        head = by_trace[TRACE]
-        _, _, parent, passed = head["traceparent"].split("-")
-        assert (passed, head["tracestate"], head["baggage"]) == (flags, "vendor=1", "a=1")
-        assert parent != CALLER
-        of_trace = [span for span in spans() if span.context.trace_id == int(TRACE, 16)]  # type: ignore[union-attr]
-        assert [f"{span.context.span_id:016x}" for span in of_trace] == ([parent] if flags == "01" else [])  # type: ignore[union-attr]
-        assert len(spans()) == (2 if flags == "01" else 1)  # the other request begins a trace of its own
-
-    gateway(scenario)
+@on(gateway)
+async def test_gateway_passes_on_its_span_as_the_parent_of_the_servers(fleet: Fleet, flags: str) -> None:
+    spans = traced(fleet.app, fleet.cluster, fleet.clock)
+    sent = {"traceparent": f"00-{TRACE}-{CALLER}-{flags}", "tracestate": "vendor=1", "baggage": "a=1"}
+    await asyncio.gather(fleet.chat(sent), fleet.complete())
+    by_trace = {head["traceparent"].split("-")[1]: head for server in fleet.servers for head in server.heads}
+    assert len(by_trace) == 2
+    head = by_trace[TRACE]
+    _, _, parent, passed = head["traceparent"].split("-")
+    assert (passed, head["tracestate"], head["baggage"]) == (flags, "vendor=1", "a=1")
+    assert parent != CALLER
+    of_trace = [span for span in spans() if span.context.trace_id == int(TRACE, 16)]  # type: ignore[union-attr]
+    assert [f"{span.context.span_id:016x}" for span in of_trace] == ([parent] if flags == "01" else [])  # type: ignore[union-attr]
+    assert len(spans()) == (2 if flags == "01" else 1)  # the other request begins a trace of its own
 
 
 @pytest.fixture

@@ -246,20 +246,19 @@ def state_of_vllm(additional: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(vllm_config=config, args=args)
 
 
-def test_a_browser_may_read_our_errors_where_it_may_read_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(run)
+async def test_a_browser_may_read_our_errors_where_it_may_read_vllms(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_middleware, "check_version", lambda: None)
-
-    async def scenario(client: Client) -> None:
-        monkeypatch.setattr(vllm_middleware, "reports_of", lambda parallel: client.reports)
-        client.http._transport.app._front = front_end_of(state_of_vllm({}))  # type: ignore[attr-defined]
-        for origin, allowed in (("http://page", "http://page"), ("http://other", None)):
-            answer = await client.chat(service_tier="typo", headers={"origin": origin})
-            assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (400, allowed)
-        client.vllm.outcome, client.vllm.status, client.vllm.answer = "refused", 500, {"error": {"code": 500}}
-        answer = await client.chat(headers={"origin": "http://page"})
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (429, "http://page")
-
-    run(scenario)
+    monkeypatch.setattr(vllm_middleware, "reports_of", lambda parallel: client.reports)
+    client.http._transport.app._front = front_end_of(state_of_vllm({}))  # type: ignore[attr-defined]
+    for origin, allowed in (("http://page", "http://page"), ("http://other", None)):
+        answer = await client.chat(service_tier="typo", headers={"origin": origin})
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (400, allowed)
+    client.vllm.outcome, client.vllm.status, client.vllm.answer = "refused", 500, {"error": {"code": 500}}
+    answer = await client.chat(headers={"origin": "http://page"})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (429, "http://page")
 
 
 @pytest.mark.parametrize(
@@ -286,15 +285,12 @@ def test_a_server_that_cannot_be_served_is_ended_with_a_sentence(
     assert said in caplog.text
 
 
-def test_names_in_a_body_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@on(run)
+async def test_names_in_a_body_are_not_all_compared(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     monkeypatch.setattr(slo_fields, "_closest", lambda name, *rest: compared.append(name))
-
-    async def scenario(client: Client) -> None:
-        assert (await client.chat(**{f"name{i}": 1 for i in range(200)})).status_code == 200
-        assert len(compared) <= slo_fields.MAX_CHECKED_NAMES
-
-    run(scenario)
+    assert (await client.chat(**{f"name{i}": 1 for i in range(200)})).status_code == 200
+    assert len(compared) <= slo_fields.MAX_CHECKED_NAMES
 
 
 # ----------------------------------------------------------------- on the way out
@@ -340,17 +336,15 @@ def test_the_last_chunk_has_the_verdict_and_no_other_is_changed(chunks: list[byt
     run(scenario, answer=chunks)
 
 
-def test_a_verdict_that_comes_late_is_waited_for_and_one_that_never_comes_is_not() -> None:
-    async def late(client: Client) -> None:
-        assert parsed((await client.chat(stream=True)).text)[-1]["rubato"]["met"] is True
+@on(run, answer=[chunk("stop"), DONE], late=0.05)
+async def test_verdict_that_comes_late_is_waited_for(client: Client) -> None:
+    assert parsed((await client.chat(stream=True)).text)[-1]["rubato"]["met"] is True
 
-    run(late, answer=[chunk("stop"), DONE], late=0.05)
 
-    async def never(client: Client) -> None:
-        assert "rubato" not in parsed((await client.chat(stream=True)).text)[-1]
-        assert not client.in_flight
-
-    run(never, answer=[chunk("stop"), DONE], silent=True)
+@on(run, answer=[chunk("stop"), DONE], silent=True)
+async def test_verdict_that_never_comes_is_not_waited_for(client: Client) -> None:
+    assert "rubato" not in parsed((await client.chat(stream=True)).text)[-1]
+    assert not client.in_flight
 
 
 def test_a_whole_answer_has_the_verdict_of_its_worst_choice() -> None:
@@ -436,17 +430,15 @@ def test_a_comment_that_keeps_a_stream_open_waits_for_nothing(outcome: Outcome) 
     run(scenario, answer=chunks, outcome=outcome)
 
 
-def test_an_error_that_is_no_refusal_stays_vllms() -> None:
-    async def scenario(client: Client) -> None:
-        answer = await client.chat()
-        assert (answer.status_code, answer.json()) == (500, {"error": {"code": 500}})
+@on(run, answer={"error": {"code": 500}}, status=500, outcome="failed", reason="error")
+async def test_error_that_is_no_refusal_stays_vllms(client: Client) -> None:
+    answer = await client.chat()
+    assert (answer.status_code, answer.json()) == (500, {"error": {"code": 500}})
 
-    run(scenario, answer={"error": {"code": 500}}, status=500, outcome="failed", reason="error")
 
-    async def stream(client: Client) -> None:
-        assert (await client.chat(stream=True)).content == ROLE + ERROR + DONE
-
-    run(stream, answer=[ROLE, ERROR, DONE], outcome="failed", reason="error")
+@on(run, answer=[ROLE, ERROR, DONE], outcome="failed", reason="error")
+async def test_error_in_a_stream_that_is_no_refusal_stays_vllms(client: Client) -> None:
+    assert (await client.chat(stream=True)).content == ROLE + ERROR + DONE
 
 
 @on(run, config={"max_in_flight": 1})
@@ -625,14 +617,12 @@ def test_refusal_of_responses_and_messages_is_a_429(sent: dict[str, Any], vllm: 
     run(scenario, outcome="refused", reason="rejected-slo-infeasible: a token takes 19 ms", **vllm)
 
 
-def test_stream_of_responses_that_is_not_refused_passes_unchanged() -> None:
-    async def scenario(client: Client) -> None:
-        assert (await client.chat(path="/v1/responses", stream=True)).content == b"".join([*EARLY, DELTA])
-        client.vllm.breaks = True
-        with pytest.raises(RuntimeError, match="already started"):  # vLLM's own fault stays its own
-            await client.chat(path="/v1/responses", stream=True)
-
-    run(scenario, early=EARLY, answer=[DELTA])
+@on(run, early=EARLY, answer=[DELTA])
+async def test_stream_of_responses_that_is_not_refused_passes_unchanged(client: Client) -> None:
+    assert (await client.chat(path="/v1/responses", stream=True)).content == b"".join([*EARLY, DELTA])
+    client.vllm.breaks = True
+    with pytest.raises(RuntimeError, match="already started"):  # vLLM's own fault stays its own
+        await client.chat(path="/v1/responses", stream=True)
 
 
 def test_background_request_that_vllm_does_not_take_gives_its_place_back() -> None:
