@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, ClassVar
-from urllib.parse import unquote
 
 import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
@@ -24,22 +23,23 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.relay import Trips
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.frontdoor.metrics import SLOMetrics
 from rubato.frontdoor.tenants import Tenants, tenants_of, tiers_of
 from rubato.latency.affine import Model
 from rubato.serving.app import Service, create_app
 from rubato.serving.epp import picker_of
-from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.serving.vllm_middleware import FrontEnd, Middleware
 from rubato.serving.vllm_reports import EngineReports, PluginMetrics
+from tests.kit.asgi import Answer, call_asgi
+from tests.kit.gateways import gateway_app
+from tests.kit.servers import served, stub_servers
 from tests.serving.test_epp import head, part, request_head, wire
 from tests.stubs.vllm_app import VLLM, Link
-from tests.stubs.vllm_server import StubCore, StubServer
+from tests.stubs.vllm_server import StubServer
 
 LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=2048, block_size=16)
 STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
+CHOSEN = ClusterOptions(PolicyChoice("edf", {}, "least_loaded"), ReplicaOptions(causes=False))
 CONFIG: dict[str, Any] = {
     "tiers": {"chat": {"ttft_ms": 1000, "tpot_ms": 200}, "batch": {"e2e_ms": 60_000}},
     "max_body_bytes": 100_000,
@@ -49,24 +49,6 @@ TENANTS: dict[str, Any] = {
     "bulk": {"keys": ["bulk-key"], "requests_per_minute": 20, "max_in_flight": 8},
     "ops": {"keys": ["ops-key"], "admin": True},
 }
-
-
-@dataclass
-class Answer:
-    """What a client has got."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        return found
 
 
 @dataclass
@@ -121,38 +103,6 @@ class Door:
         )
 
 
-async def call_asgi(app: Any, method: str, path: str, headers: Mapping[str, str], body: bytes, leaves: bool) -> Answer:
-    """One request of an ASGI app; a path with its escapes, and maybe a query."""
-    written, _, query = path.partition("?")
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
-        "path": unquote(written), "raw_path": written.encode(), "query_string": query.encode(), "root_path": "",
-        "scheme": "http", "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
-        "client": ("c", 1), "server": ("s", 80), "app": app, "state": {},
-    }  # fmt: skip
-    parts = [body[: len(body) // 2], body[len(body) // 2 :]]
-    answer, over = Answer(0, {}, b""), asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-        if leaves:
-            await asyncio.sleep(0.25)
-            return {"type": "http.disconnect"}
-        await over.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            answer.headers = {n.decode().lower(): v.decode("latin-1") for n, v in message["headers"]}
-        answer.body += message.get("body", b"")
-
-    await app(scope, receive, send)
-    over.set()
-    return answer
-
-
 # --------------------------------------------------------------------------- the doors
 
 
@@ -192,30 +142,16 @@ class Gateway(Door):
         config = load({**CONFIG, **settings}, [])
         clock = VirtualClock()
         async with _servers(clock) as there:
-            trips: Trips = {}
-            choice = PolicyChoice("edf", {}, "least_loaded")
             bound = in_flight_bound(config, LIMITS.max_num_seqs)
-            options = ClusterOptions(choice, ReplicaOptions(causes=False), bound, fair_share_of(config))
-            fleet = ServerFleet(
-                [Server(url) for url in there], clock, options, trips, profile=lambda: None,
-                transport=there.__getitem__, link=None,
-            )  # fmt: skip
-            cluster = await server_cluster(fleet, clock, options)
-            await cluster.start()
-            tenants = Tenants(tenants_of(config), tiers_of(config))
-            app = create_gateway(
-                GatewayService(
-                    cluster, "stub", LIMITS.max_model_len, trips, tenants=tenants, has_fair_share=bool(config.tenants),
-                    max_body_bytes=config.max_body_bytes, max_choices=config.max_choices, is_vllm=lambda: True,
-                    models=fleet.homogeneity.models,
-                )
-            )  # fmt: skip
-            try:
-                door = _asgi(cls(), app, cluster)
+            options = replace(CHOSEN, max_in_flight=bound, fair=fair_share_of(config))
+            async with served(there, clock, options, link=None) as fleet:
+                app = gateway_app(
+                    fleet, tiers_of(config), tenants_of(config), has_fair_share=bool(config.tenants),
+                    max_body_bytes=config.max_body_bytes, max_choices=config.max_choices,
+                )  # fmt: skip
+                door = _asgi(cls(), app, fleet.cluster)
                 door.seen = _Recorded(there)
                 yield door
-            finally:
-                await cluster.close()
 
 
 class InVLLM(Door):
@@ -235,7 +171,7 @@ class InVLLM(Door):
         door.clock = reports.clock
         door.metrics = lambda: reports.metrics.registry
         door.in_flight = door.places = lambda: app._front.door.in_flight.total()  # type: ignore[union-attr]
-        door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
+        door.open = _opener(app)
         door.seen = _SeenByVLLM(vllm)
         yield door
 
@@ -347,16 +283,16 @@ class _SeenByVLLM(list[Seen]):
             yield Seen(scope["path"], {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}, body)
 
 
-@asynccontextmanager
-async def _servers(clock: VirtualClock) -> AsyncIterator[dict[str, StubServer]]:
-    cores = [StubCore(STEP, LIMITS, clock, "edf", ReplicaOptions(causes=False), seed=i) for i in range(2)]
-    for core in cores:
-        await core.start()
-    try:
-        yield {f"http://10.0.0.{i}:8000": StubServer(core) for i, core in enumerate(cores, 1)}
-    finally:
-        for core in cores:
-            await core.host.close()
+def _servers(clock: VirtualClock) -> AbstractAsyncContextManager[dict[str, StubServer]]:
+    return stub_servers(clock, [f"http://10.0.0.{i}:8000" for i in (1, 2)], STEP, LIMITS, CHOSEN)
+
+
+def _opener(app: Any) -> Callable[..., Awaitable[Answer]]:
+    def open(method: str, path: str, headers: Mapping[str, str], body: bytes, leaves: bool) -> Awaitable[Answer]:
+        leave = (lambda answer: asyncio.sleep(0.25)) if leaves else None
+        return call_asgi(app, path, body, headers, method=method, leaves=leave)
+
+    return open
 
 
 def _asgi(door: Door, app: Any, cluster: Any) -> Door:
@@ -368,7 +304,7 @@ def _asgi(door: Door, app: Any, cluster: Any) -> Door:
     door.clock = cluster.clock
     door.in_flight = lambda: cluster.in_flight
     door.places = lambda: state.door.in_flight.total()
-    door.open = lambda *request: call_asgi(app, *request)  # type: ignore[assignment]
+    door.open = _opener(app)
     return door
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
-from tests.serving import test_gateway
-from tests.serving.conftest import key, tenant
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit import gateways
+from tests.kit.asgi import key, tenant
+from tests.kit.gateways import Fleet, gateway
 
 SECONDS = 4.0
 STEP_S = 0.02  # of the servers, whatever the batch
@@ -80,8 +80,8 @@ def alone() -> int:
 
 @pytest.fixture
 def _servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_gateway, "LIMITS", replace(test_gateway.LIMITS, max_num_seqs=16))
-    monkeypatch.setattr(test_gateway, "STEP", Model(k=(0.0, 0.0), b=(STEP_S, 0.0)))
+    monkeypatch.setattr(gateways, "LIMITS", replace(gateways.LIMITS, max_num_seqs=16))
+    monkeypatch.setattr(gateways, "STEP", Model(k=(0.0, 0.0), b=(STEP_S, 0.0)))
 
 
 @pytest.mark.usefixtures("_servers")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from rubato.engines.vllm import link
 from tests.doors.doors import Answer, Door, Gateway, InVLLM, OwnServer, _Recorded, at
+from tests.kit.asgi import chunks
 
 TENANTS = {"a": {"keys": ["a-key"], "tokens_per_minute": 6000}}
 KEY = {"authorization": "Bearer a-key"}
@@ -19,8 +19,7 @@ def usage_of(answer: Answer) -> dict[str, Any]:
     """Of a response that is whole, or of a stream's last chunk that has one."""
     if "event-stream" not in answer.headers["content-type"]:
         return dict(answer.json["usage"])
-    chunks = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line.startswith(b"data: {")]
-    found: list[dict[str, Any]] = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    found: list[dict[str, Any]] = [chunk["usage"] for chunk in chunks(answer.body) if chunk.get("usage")]
     return found[-1]
 
 

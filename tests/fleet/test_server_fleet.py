@@ -22,14 +22,15 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.disaggregation import decode_body, prefill_body
-from rubato.fleet.relay import Ask, Carrier, Trip, Trips
+from rubato.fleet.relay import Ask, Carrier, Trip
 from rubato.fleet.remote_host import ReplicaLostError
 from rubato.fleet.resume import NotResumableError
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_replica import RESPONSE_END_S, ServerReplica
 from rubato.fleet.upstream import Headers, Reply
 from rubato.latency.affine import Model
-from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+from tests.kit import on
+from tests.kit.servers import Served, served, stub_servers
+from tests.stubs.vllm_server import StubServer
 
 LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, kv_blocks=2000, block_size=16)
 STEP = Model(k=(0.0, 2e-4), b=(6e-3, 1e-3), a=1e-7, host_per_seq=1e-4)
@@ -113,10 +114,12 @@ def options(policy: str, settings: dict[str, Any], router: str) -> ClusterOption
     return ClusterOptions(PolicyChoice(policy, settings, router), ReplicaOptions(causes=False))
 
 
-async def run(cluster: Cluster, requests: list[Request], before: Callable[[Request], None]) -> list[Event]:
-    clock, events = VirtualClock(), list[Event]()
-    cluster.listen(events.append)
-    await cluster.start()
+CHOSEN = options("edf", {}, "least_loaded")
+
+
+async def offer_all(cluster: Cluster, requests: list[Request], before: Callable[[Request], None]) -> None:
+    """Offer them as they arrive, and wait until none is in flight. before: each is offered."""
+    clock = cluster.clock
     began = clock.now()
     for request in requests:
         await clock.sleep_until(began + request.arrival, ARRIVAL)
@@ -125,51 +128,55 @@ async def run(cluster: Cluster, requests: list[Request], before: Callable[[Reque
         cluster.offer(request)
     while cluster.in_flight:
         await clock.sleep_until(clock.now() + 0.5, ARRIVAL)
-    await cluster.close()
-    return events
 
 
 def here(requests: list[Request], chosen: ClusterOptions, replicas: int) -> list[Event]:
     async def main() -> list[Event]:
-        clock = VirtualClock()
+        clock, events = VirtualClock(), list[Event]()
         engines = [Engine(STEP, LIMITS, clock, seed=i) for i in range(replicas)]
         cluster = local_cluster(engines, [replace(STEP) for _ in engines], clock, chosen)
-        return await run(cluster, requests, lambda request: None)
+        cluster.listen(events.append)
+        await cluster.start()
+        await offer_all(cluster, requests, lambda request: None)
+        await cluster.close()
+        return events
 
     return run_virtual(main())
+
+
+def serving(
+    scenario: Callable[[Served], Awaitable[None]], *, servers: int = 3, chosen: ClusterOptions = CHOSEN,
+    change: Callable[[list[StubServer]], None] = lambda servers: None, **more: Any,
+) -> None:  # fmt: skip
+    """Run a scenario with a cluster over so many stub servers. change: something about them before it starts; more: of
+    `served`."""
+
+    async def main() -> None:
+        clock, urls = VirtualClock(), [f"http://s{i}" for i in range(servers)]
+        async with stub_servers(clock, urls, STEP, LIMITS, chosen) as by_url:
+            change(list(by_url.values()))
+            async with served(by_url, clock, chosen, **more) as fleet:
+                await scenario(fleet)
+
+    run_virtual(main())
 
 
 def there(
     requests: list[Request], chosen: ClusterOptions, replicas: int, linked: bool = True,
     profile: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Event], dict[str, MemoryTrip]]:  # fmt: skip
-    async def main() -> tuple[list[Event], dict[str, MemoryTrip]]:
-        clock, choice = VirtualClock(), chosen.choice
-        cores = [
-            StubCore(STEP, LIMITS, clock, choice.policy, chosen.replica, seed=i, settings=dict(choice.settings))
-            for i in range(replicas)
-        ]
-        for core in cores:
-            await core.start()
-        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        trips: Trips = {}
-        kept: dict[str, MemoryTrip] = {}
-        fleet = ServerFleet(
-            [Server(url, "there" if linked else "") for url in servers], clock, chosen, trips, profile=profile,
-            transport=servers.__getitem__, link=lambda address: MemoryLink(next(waiting)),
-        )  # fmt: skip
-        waiting = iter(cores)
+    found, kept = list[Event](), dict[str, MemoryTrip]()
 
+    async def scenario(fleet: Served) -> None:
         def before(request: Request) -> None:
-            kept[request.id] = MemoryTrip(request)
-            trips[request.id] = kept[request.id]
+            kept[request.id] = fleet.trips[request.id] = MemoryTrip(request)
 
-        events = await run(await server_cluster(fleet, clock, chosen), requests, before)
-        for core in cores:
-            await core.host.close()
-        return events, kept
+        await offer_all(fleet.cluster, requests, before)
+        found.extend(fleet.events)
 
-    return run_virtual(main())
+    links = [f"http://s{i}" for i in range(replicas if linked else 0)]
+    serving(scenario, servers=replicas, chosen=chosen, linked=links, profile=profile)
+    return found, kept
 
 
 def decisions(events: list[Event]) -> list[tuple[Any, ...]]:
@@ -209,38 +216,26 @@ def met(events: list[Event]) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_last_bytes(comes: bool) -> None:
-    async def main() -> MemoryTrip:
-        clock, chosen = VirtualClock(), options("edf", {}, "least_loaded")
-        core = StubCore(STEP, LIMITS, clock, "edf", chosen.replica)
-        await core.start()
-        server, trips = StubServer(core), Trips()
-        fleet = ServerFleet(
-            [Server("http://s0", "there")], clock, chosen, trips, transport=lambda url: server,
-            link=lambda address: MemoryLink(core),
-        )  # fmt: skip
-        cluster = await server_cluster(fleet, clock, chosen)
-        await cluster.start()
-        request = replace(offered(1, 200.0, 1.0)[0], arrival=clock.now())
-        call = trips[request.id] = MemoryTrip(request)
-        cluster.offer(request)
-        while not server.open_replies:
-            await clock.sleep_until(clock.now() + 0.001, ARRIVAL)
-        (reply,) = server.open_replies
-        reply.flows.clear()
-        while cluster.in_flight:
-            await clock.sleep_until(clock.now() + 0.01, ARRIVAL)
-        (host,) = cluster.hosts.values()
-        assert isinstance(host, ServerReplica)
-        host.die(ReplicaLostError("its machine is gone"))
-        if comes:
-            reply.flows.set()
-        await clock.sleep_until(clock.now() + 2 * RESPONSE_END_S, ARRIVAL)
-        await cluster.close()
-        await core.host.close()
-        return call
-
-    call = run_virtual(main())
+@on(serving, servers=1, linked=["http://s0"])
+async def test_a_response_ends_whose_server_is_lost_between_its_last_token_and_its_last_bytes(
+    fleet: Served, comes: bool
+) -> None:
+    clock, cluster = fleet.clock, fleet.cluster
+    request = replace(offered(1, 200.0, 1.0)[0], arrival=clock.now())
+    call = fleet.trips[request.id] = MemoryTrip(request)
+    cluster.offer(request)
+    while not fleet.servers[0].open_replies:
+        await clock.sleep_until(clock.now() + 0.001, ARRIVAL)
+    (reply,) = fleet.servers[0].open_replies
+    reply.flows.clear()
+    while cluster.in_flight:
+        await clock.sleep_until(clock.now() + 0.01, ARRIVAL)
+    (host,) = cluster.hosts.values()
+    assert isinstance(host, ServerReplica)
+    host.die(ReplicaLostError("its machine is gone"))
+    if comes:
+        reply.flows.set()
+    await clock.sleep_until(clock.now() + 2 * RESPONSE_END_S, ARRIVAL)
     assert (call.ends, bool(call.break_reason)) == ((1, False) if comes else (0, True))
 
 
@@ -268,119 +263,97 @@ def used(share: str, more: str = "") -> str:
     )
 
 
-def without_link(pages: Sequence[str], scenario: Callable[[Cluster, Trips, list[StubServer]], Awaitable[None]]) -> None:
+def without_link(scenario: Callable[[Served], Awaitable[None]], pages: Sequence[str]) -> None:
     """A cluster with `MostFree` over servers without a link, which have these pages of metrics."""
 
-    async def main() -> None:
-        clock, trips = VirtualClock(), Trips()
-        chosen = options("edf", {}, "least_loaded")
-        cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in pages]
-        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        for core, server, page in zip(cores, servers.values(), pages, strict=True):
+    def change(servers: list[StubServer]) -> None:
+        for server, page in zip(servers, pages, strict=True):
             server.metrics = page
-            await core.start()
-        fleet = ServerFleet([Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__)
-        cluster = Cluster([fleet.host] * await fleet.find_ready(), MostFree(), clock)
-        await cluster.start()
-        await scenario(cluster, trips, list(servers.values()))
-        await cluster.close()
-        for core in cores:
-            await core.host.close()
 
-    run_virtual(main())
+    serving(scenario, servers=len(pages), change=change, wrap_router=lambda router: MostFree())
 
 
 def free(cluster: Cluster) -> list[int]:
     return [host.view().kv_free for host in cluster.hosts.values()]
 
 
-def test_without_a_link_a_router_sees_the_free_kv_of_metrics() -> None:
-    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
-        clock, placed = cluster.clock, list[str]()
-        cluster.listen(lambda event: placed.append(event.replica) if isinstance(event, Placed) else None)
+@on(without_link, pages=[used("0.9"), used("0.4")])
+async def test_without_a_link_a_router_sees_the_free_kv_of_metrics(fleet: Served) -> None:
+    clock, cluster = fleet.clock, fleet.cluster
 
-        def offer(id: str, prompt: int, most: int) -> None:
-            request = Request(
-                id, (Stage(prompt, token_ids=(1,) * prompt),), clock.now(),
-                sampling=Sampling(max_tokens=most, ignore_eos=True),
-            )  # fmt: skip
-            trips[id] = MemoryTrip(request)
-            cluster.offer(request)
+    def offer(id: str, prompt: int, most: int) -> None:
+        request = Request(
+            id, (Stage(prompt, token_ids=(1,) * prompt),), clock.now(),
+            sampling=Sampling(max_tokens=most, ignore_eos=True),
+        )  # fmt: skip
+        fleet.trips[id] = MemoryTrip(request)
+        cluster.offer(request)
 
-        assert free(cluster) == [100, 100]
-        await clock.sleep_until(1.5, ARRIVAL)
-        assert free(cluster) == [10, 60]
-        offer("cmpl-a", 100, 2)
-        servers[0].metrics = used("0.25")
-        await clock.sleep_until(2.5, ARRIVAL)
-        assert free(cluster) == [75, 60]
-        offer("cmpl-b", 100, 200)
-        await clock.sleep_until(2.6, ARRIVAL)
-        assert placed == ["r1", "r0"]
-        output = cluster.hosts["r0"].view().running[0].output
-        assert output > 0
-        assert free(cluster) == [75 - LIMITS.blocks(100 + output), 60]  # it is not in what was read
-        await clock.sleep_until(3.5, ARRIVAL)
-        assert free(cluster) == [75, 60]  # now it is
-        servers[1].metrics = ""
-        await clock.sleep_until(10.0, ARRIVAL)
-        assert free(cluster) == [75, 60]
-        assert cluster.in_flight == 0
-
-    without_link([used("0.9"), used("0.4")], scenario)
+    assert free(cluster) == [100, 100]
+    await clock.sleep_until(1.5, ARRIVAL)
+    assert free(cluster) == [10, 60]
+    offer("cmpl-a", 100, 2)
+    fleet.servers[0].metrics = used("0.25")
+    await clock.sleep_until(2.5, ARRIVAL)
+    assert free(cluster) == [75, 60]
+    offer("cmpl-b", 100, 200)
+    await clock.sleep_until(2.6, ARRIVAL)
+    assert [event.replica for event in fleet.of(Placed)] == ["r1", "r0"]
+    output = cluster.hosts["r0"].view().running[0].output
+    assert output > 0
+    assert free(cluster) == [75 - LIMITS.blocks(100 + output), 60]  # it is not in what was read
+    await clock.sleep_until(3.5, ARRIVAL)
+    assert free(cluster) == [75, 60]  # now it is
+    fleet.servers[1].metrics = ""
+    await clock.sleep_until(10.0, ARRIVAL)
+    assert free(cluster) == [75, 60]
+    assert cluster.in_flight == 0
 
 
 @pytest.mark.parametrize(
-    ("page", "expected"),
+    ("pages", "expected"),
     [
-        ("", 16384),  # as many as are assumed of a server that says nothing
-        (used("nan"), 100),
-        (used("inf"), 100),
-        (used("1.01"), 100),
-        (used("-0.5"), 100),
-        (used("full"), 100),
-        (used("0.5").replace("usage_perc{", "usage_perc_of_another{"), 100),
-        ("\ufffd" * 1000, 16384),
-        (used("0.5", more="vllm:kv_cache_usage_perc NaN\n"), 100),
-        (used("1"), 0),
-        (used("1e-3"), 100),
-        (used("0.5 1732000000000"), 50),
-        (used("0.5", more='vllm:kv_cache_usage_perc{engine="1",model_name="} m"} 0.1\n'), 70),
-        ('sglang:token_usage{model_name="m"} 0.25\n', 12288),
+        ([""], 16384),  # as many as are assumed of a server that says nothing
+        ([used("nan")], 100),
+        ([used("inf")], 100),
+        ([used("1.01")], 100),
+        ([used("-0.5")], 100),
+        ([used("full")], 100),
+        ([used("0.5").replace("usage_perc{", "usage_perc_of_another{")], 100),
+        (["\ufffd" * 1000], 16384),
+        ([used("0.5", more="vllm:kv_cache_usage_perc NaN\n")], 100),
+        ([used("1")], 0),
+        ([used("1e-3")], 100),
+        ([used("0.5 1732000000000")], 50),
+        ([used("0.5", more='vllm:kv_cache_usage_perc{engine="1",model_name="} m"} 0.1\n')], 70),
+        (['sglang:token_usage{model_name="m"} 0.25\n'], 12288),
     ],
 )
-def test_metrics_that_do_not_say_how_much_kv_is_in_use_change_nothing(page: str, expected: int) -> None:
-    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
-        await cluster.clock.sleep_until(3.5, ARRIVAL)
-        assert free(cluster) == [expected]
-
-    without_link([page], scenario)
+@on(without_link, "pages")
+async def test_metrics_that_do_not_say_how_much_kv_is_in_use_change_nothing(fleet: Served, expected: int) -> None:
+    await fleet.clock.sleep_until(3.5, ARRIVAL)
+    assert free(fleet.cluster) == [expected]
 
 
-def test_metrics_that_do_not_come_hold_nothing_up() -> None:
-    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
-        (server,) = servers
-        server.no_metrics = True
-        await cluster.clock.sleep_until(20.0, ARRIVAL)
-        assert free(cluster) == [100]
-        server.down = True
-        await cluster.clock.sleep_until(30.0, ARRIVAL)
-        assert not cluster.hosts
-
-    without_link([used("0.5")], scenario)
+@on(without_link, pages=[used("0.5")])
+async def test_metrics_that_do_not_come_hold_nothing_up(fleet: Served) -> None:
+    cluster, (server,) = fleet.cluster, fleet.servers
+    server.no_metrics = True
+    await cluster.clock.sleep_until(20.0, ARRIVAL)
+    assert free(cluster) == [100]
+    server.down = True
+    await cluster.clock.sleep_until(30.0, ARRIVAL)
+    assert not cluster.hosts
 
 
-def test_what_schedulers_handed_on_uses_up_none_of_the_retries_after_a_failure() -> None:
-    async def scenario(cluster: Cluster, trips: Trips, servers: list[StubServer]) -> None:
-        ends = list[Finished]()
-        cluster.listen(lambda event: ends.append(event) if isinstance(event, Finished) else None)
-        servers[0].broken = 500
-        request = replace(offered(1, 200.0, 1.0)[0], handoff=Handoff("elsewhere", "declined", 0.0, hops=9))
-        trips[request.id] = MemoryTrip(request)
-        cluster.offer(replace(request, arrival=cluster.clock.now()))
-        while cluster.in_flight:
-            await cluster.clock.sleep_until(cluster.clock.now() + 0.1, ARRIVAL)
-        assert [end.outcome for end in ends] == ["completed"]
-        assert [len(server.bodies) for server in servers] == [1, 1]
-
-    without_link([used("0.1"), used("0.5")], scenario)
+@on(without_link, pages=[used("0.1"), used("0.5")])
+async def test_what_schedulers_handed_on_uses_up_none_of_the_retries_after_a_failure(fleet: Served) -> None:
+    cluster = fleet.cluster
+    fleet.servers[0].broken = 500
+    request = replace(offered(1, 200.0, 1.0)[0], handoff=Handoff("elsewhere", "declined", 0.0, hops=9))
+    fleet.trips[request.id] = MemoryTrip(request)
+    cluster.offer(replace(request, arrival=cluster.clock.now()))
+    while cluster.in_flight:
+        await cluster.clock.sleep_until(cluster.clock.now() + 0.1, ARRIVAL)
+    assert [end.outcome for end in fleet.of(Finished)] == ["completed"]
+    assert [len(server.bodies) for server in fleet.servers] == [1, 1]

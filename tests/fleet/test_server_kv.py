@@ -4,88 +4,53 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import orjson
 import pytest
 
 from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
-from rubato.core.events import Event, Finished, HandedOff, Placed, Transferred
+from rubato.core.events import Finished, HandedOff, Placed, Transferred
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO, Request, Sampling, Stage
-from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.relay import Trips
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from tests.fleet.test_server_fleet import LIMITS, STEP, MemoryTrip, offered
-from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+from tests.kit import on_virtual_clock
+from tests.kit.servers import Served, served, stub_servers
+from tests.stubs.vllm_server import StubCore
 
 LEASE = 30.0
 PD = {"mode": "pd", "tiers": (0.03, 0.06)}
 POLICIES = [("distserve", {}), ("polyserve", PD)]
 
 
-class Fleet:
-    """Stub servers behind a cluster, with what happened at it."""
+@dataclass(kw_only=True)
+class Fleet(Served):
+    """Stub servers behind a cluster, with what happened at it. kept: the trips, which a cluster forgets."""
 
-    def __init__(self, chosen: ClusterOptions, replicas: int, limits: Limits = LIMITS, lease: float = LEASE) -> None:
-        self.clock, choice = VirtualClock(), chosen.choice
-        self.cores = [
-            StubCore(
-                STEP, limits, self.clock, choice.policy, chosen.replica, seed=i,
-                settings=dict(choice.settings), kv_lease=lease,
-            )
-            for i in range(replicas)
-        ]  # fmt: skip
-        self.servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(self.cores)}
-        self.chosen = chosen
-        self.trips: Trips = {}
-        self.kept: dict[str, MemoryTrip] = {}
-        self.events: list[Event] = []
-        self.cluster: Cluster
+    kept: dict[str, MemoryTrip] = field(default_factory=dict)
 
-    async def start(self) -> None:
-        for core in self.cores:
-            await core.start()
-        fleet = ServerFleet(
-            [Server(url, url) for url in self.servers], self.clock, self.chosen, self.trips,
-            transport=self.servers.__getitem__, link=lambda address: MemoryLink(self.servers[address].core),
-        )  # fmt: skip
-        self.cluster = await server_cluster(fleet, self.clock, self.chosen)
-        self.cluster.listen(self.events.append)
-        await self.cluster.start()
+    @property
+    def cores(self) -> list[StubCore]:
+        return [server.core for server in self.servers]
 
-    def offer(self, request: Request, call: type[MemoryTrip] = MemoryTrip) -> MemoryTrip:
+    def offer(self, request: Request, call: type[MemoryTrip] = MemoryTrip) -> None:
         request = replace(request, arrival=self.clock.now())
-        made = self.kept[request.id] = self.trips[request.id] = call(request)
+        self.kept[request.id] = self.trips[request.id] = call(request)
         self.cluster.offer(request)
-        return made
 
     async def until(self, at: float) -> None:
         await self.clock.sleep_until(at, ARRIVAL)
-
-    async def serve(self, requests: Sequence[Request]) -> None:
-        began = self.clock.now()
-        for request in requests:
-            await self.until(began + request.arrival)
-            self.offer(request)
-        await self.settle()
 
     async def settle(self) -> None:
         """Until nothing is in flight, and no KV is kept any more."""
         while self.cluster.in_flight:
             await self.until(self.clock.now() + 0.5)
         await self.until(self.clock.now() + 1.0)
-
-    async def close(self) -> None:
-        await self.cluster.close()
-        for core in self.cores:
-            assert core.host.replica is not None
-            assert core.host.replica.kv.free == core.limits.kv_blocks
-            await core.host.close()
 
     def ends(self) -> dict[str, Finished]:
         found = [event for event in self.events if isinstance(event, Finished)]
@@ -107,34 +72,40 @@ class Fleet:
         return found
 
 
-def chosen(policy: str, settings: dict[str, Any]) -> ClusterOptions:
-    """settings: of the router."""
-    return ClusterOptions(PolicyChoice(policy, {}, policy, settings), ReplicaOptions(causes=False))
-
-
 def one(id: str, prompt: int = 40, output: int = 6) -> Request:
     stage = Stage(prompt, SLO(1.0, 0.05), token_ids=tuple(range(prompt)))
     return Request(id, (stage,), 0.0, sampling=Sampling(max_tokens=output, ignore_eos=True))
 
 
-def run(main: Callable[[], Any]) -> Any:
-    return run_virtual(main())
+@asynccontextmanager
+async def opened(
+    policy: str, settings: dict[str, Any], replicas: int, limits: Limits = LIMITS, lease: float = LEASE
+) -> AsyncIterator[Fleet]:
+    """A fleet that has nothing left of its requests at the end. settings: of the router."""
+    clock = VirtualClock()
+    chosen = ClusterOptions(PolicyChoice(policy, {}, policy, settings), ReplicaOptions(causes=False))
+    urls = [f"http://s{i}" for i in range(replicas)]
+    async with stub_servers(clock, urls, STEP, limits, chosen, kv_lease=lease) as servers:
+        async with served(servers, clock, chosen, linked=urls) as one:
+            yield (fleet := Fleet(**vars(one)))
+        for core in fleet.cores:
+            assert core.host.replica is not None
+            assert core.host.replica.kv.free == core.limits.kv_blocks
 
 
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
-def test_a_prompt_is_prefilled_at_one_server_and_decoded_at_another(policy: str, settings: dict[str, Any]) -> None:
-    async def main() -> Fleet:
-        fleet = Fleet(chosen(policy, settings), 2)
-        await fleet.start()
-        requests = offered(3, 20.0, 4.0)
-        await fleet.serve(requests)
+@on_virtual_clock
+async def test_a_prompt_is_prefilled_at_one_server_and_decoded_at_another(
+    policy: str, settings: dict[str, Any]
+) -> None:
+    async with opened(policy, settings, 2) as fleet:
+        for request in offered(3, 20.0, 4.0):
+            await fleet.until(request.arrival)
+            fleet.offer(request)
+        await fleet.settle()
         assert not any(core.kept for core in fleet.cores)
         assert all(host.view().kv_free == LIMITS.kv_blocks for host in fleet.cluster.hosts.values())
         assert not any(host.view().moving for host in fleet.cluster.hosts.values())
-        await fleet.close()
-        return fleet
-
-    fleet = run(main)
     ends = fleet.ends()
     assert {end.outcome for end in ends.values()} == {"completed"}
     moves = Counter(tuple(kind for kind, _ in fleet.ways(id)) for id in ends)
@@ -150,19 +121,16 @@ def serving(requests: Sequence[Request], act: Callable[[Fleet], Any], **more: An
     """The first server prefills, the second decodes; `act` is awaited while they do."""
 
     async def main() -> Fleet:
-        fleet = Fleet(chosen("distserve", {}), more.pop("replicas", 2), **more)
-        await fleet.start()
-        for request in requests:
-            fleet.offer(request)
-        await act(fleet)
-        await fleet.settle()
-        assert all(core.clock is fleet.clock for core in fleet.cores)
-        await fleet.until(fleet.clock.now() + LEASE)
-        assert not any(core.kept for core in fleet.cores)
-        await fleet.close()
+        async with opened("distserve", {}, more.pop("replicas", 2), **more) as fleet:
+            for request in requests:
+                fleet.offer(request)
+            await act(fleet)
+            await fleet.settle()
+            await fleet.until(fleet.clock.now() + LEASE)
+            assert not any(core.kept for core in fleet.cores)
         return fleet
 
-    return run(main)  # type: ignore[no-any-return]
+    return run_virtual(main())
 
 
 @pytest.mark.parametrize("after", [0.001, 0.012, 0.0165, 0.018, 0.05])
@@ -192,9 +160,9 @@ def test_kv_that_cannot_be_read_is_made_again() -> None:
 
 def test_a_server_that_does_not_take_the_request_is_asked_again_with_kv_made_anew() -> None:
     async def break_(fleet: Fleet) -> None:
-        fleet.servers["http://s1"].broken = 503
+        fleet.servers[1].broken = 503
         await fleet.until(fleet.clock.now() + 0.5)
-        fleet.servers["http://s1"].broken = 0
+        fleet.servers[1].broken = 0
 
     fleet = serving([one("cmpl-a")], break_)
     assert fleet.ends()["cmpl-a"].outcome == "completed"
@@ -225,7 +193,7 @@ def test_a_server_that_is_lost_takes_its_kv_with_it(lost: int, after: float) -> 
 
     async def kill(fleet: Fleet) -> None:
         await fleet.until(fleet.clock.now() + after)
-        fleet.servers[f"http://s{lost}"].kill()
+        fleet.servers[lost].kill()
         await fleet.until(fleet.clock.now() + 20.0)
 
     requests = [one(f"cmpl-{i}", 40, 20) for i in range(6)]
@@ -238,7 +206,7 @@ def test_a_server_that_is_lost_takes_its_kv_with_it(lost: int, after: float) -> 
 def test_a_server_that_comes_back_takes_the_part_of_the_one_that_was_lost(lost: int) -> None:
     async def kill(fleet: Fleet) -> None:
         await fleet.until(fleet.clock.now() + 2.0)
-        server = fleet.servers[f"http://s{lost}"]
+        server = fleet.servers[lost]
         server.kill()
         await fleet.until(fleet.clock.now() + 10.0)
         server.down = server.core.silent = False
@@ -308,7 +276,7 @@ def test_a_prompt_of_one_token_is_refused() -> None:
 
 def test_a_server_that_says_nothing_of_its_kv_fails_the_request() -> None:
     async def offer(fleet: Fleet) -> None:
-        fleet.servers["http://s0"].says_nothing_of_kv = True
+        fleet.servers[0].says_nothing_of_kv = True
         fleet.offer(one("cmpl-a"))
 
     end = serving([], offer).ends()["cmpl-a"]
@@ -317,15 +285,13 @@ def test_a_server_that_says_nothing_of_its_kv_fails_the_request() -> None:
 
 @pytest.mark.parametrize(("policy", "settings"), POLICIES)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in (2, 3, 4, 5))])
-def test_whatever_happens_each_request_ends_once_and_no_kv_is_left(
+@on_virtual_clock
+async def test_whatever_happens_each_request_ends_once_and_no_kv_is_left(
     policy: str, settings: dict[str, Any], seed: int
 ) -> None:
     """Random cancels, failures and losses of what is read, with little memory."""
     rng = random.Random(seed)
-
-    async def main() -> Fleet:
-        fleet = Fleet(chosen(policy, settings), 3, replace(LIMITS, kv_blocks=60), lease=3.0)
-        await fleet.start()
+    async with opened(policy, settings, 3, replace(LIMITS, kv_blocks=60), lease=3.0) as fleet:
         for number, request in enumerate(offered(seed, 40.0, 6.0)):
             await fleet.until(request.arrival)
             fleet.offer(request)
@@ -340,10 +306,6 @@ def test_whatever_happens_each_request_ends_once_and_no_kv_is_left(
         await fleet.until(fleet.clock.now() + 10.0)
         assert all(host.view().kv_free == 60 for host in fleet.cluster.hosts.values())
         assert not any(host.view().moving for host in fleet.cluster.hosts.values())
-        await fleet.close()
-        return fleet
-
-    fleet = run(main)
     ends = fleet.ends()
     assert len(ends) == len(fleet.kept) == fleet.cluster.offered == fleet.cluster.finished
     kinds = Counter(end.outcome for end in ends.values())

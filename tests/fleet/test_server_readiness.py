@@ -10,15 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from rubato.core.clock import VirtualClock, run_virtual
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions
-from rubato.fleet.relay import Trips
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
-from rubato.fleet.server_link import Link
 from rubato.fleet.server_replica import ServerReplica
-from tests.fleet.test_server_fleet import LIMITS, STEP, options, used
-from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+from tests.fleet.test_server_fleet import options, serving, used
+from tests.kit.servers import Served
+from tests.stubs.vllm_server import StubServer
 
 MODELS, LINK = "/v1/models", "/rubato/link"
 CHOSEN = options("edf", {}, "least_loaded")
@@ -55,40 +52,19 @@ ODD_LENGTH = [
 ]
 
 
-def fleet_of(
-    scenario: Callable[[Cluster, list[StubServer]], Awaitable[None]], *, linked: bool | None = True,
-    chosen: ClusterOptions = CHOSEN, change: Callable[[list[StubServer]], None] = lambda servers: None,
+def of_three(
+    scenario: Callable[[Served], Awaitable[None]], *, linked: bool | None = True, chosen: ClusterOptions = CHOSEN,
+    change: Callable[[list[StubServer]], None] = lambda servers: None,
 ) -> None:  # fmt: skip
     """A cluster over three servers, which say themselves where their links are. linked: None where none is asked
     for."""
 
-    async def main() -> None:
-        clock, trips = VirtualClock(), Trips()
-        cores = [StubCore(STEP, LIMITS, clock, "edf", chosen.replica) for _ in range(3)]
-        servers = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        links = {f"tcp://s{i}:5557": core for i, core in enumerate(cores)}
-        for core, server in zip(cores, servers.values(), strict=True):
+    def say_links(servers: list[StubServer]) -> None:
+        for server in servers:
             server.pages[LINK] = (200, b'{"host":"0.0.0.0","port":5557}') if linked else (404, b"{}")
-            await core.start()
-        change(list(servers.values()))
+        change(servers)
 
-        def link(address: str) -> Link:
-            return MemoryLink(links[address])
-
-        fleet = ServerFleet(
-            [Server(url) for url in servers], clock, chosen, trips, transport=servers.__getitem__,
-            link=None if linked is None else link,
-        )  # fmt: skip
-        cluster = await server_cluster(fleet, clock, chosen)
-        try:
-            await cluster.start()
-            await scenario(cluster, list(servers.values()))
-        finally:
-            await cluster.close()
-            for core in cores:
-                await core.host.close()
-
-    run_virtual(main())
+    serving(scenario, chosen=chosen, change=say_links, **({"link": None} if linked is None else {}))
 
 
 def addresses(cluster: Cluster) -> list[str]:
@@ -102,30 +78,31 @@ def addresses(cluster: Cluster) -> list[str]:
 def test_lost_server_that_answers_oddly_is_taken_back_once_it_answers_rightly(
     linked: bool, path: str, status: int, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
-        odd, right = servers[0], servers[0].pages.get(path)
+    async def scenario(fleet: Served) -> None:
+        odd, other = fleet.servers[:2]
+        right = odd.pages.get(path)
         odd.down = odd.core.silent = True
         await asyncio.sleep(20.0)
-        assert addresses(cluster) == ["http://s1", "http://s2"]
+        assert addresses(fleet.cluster) == ["http://s1", "http://s2"]
         odd.pages[path] = (status, body)
         odd.down = odd.core.silent = False
         await asyncio.sleep(20.0)
-        assert addresses(cluster) == ["http://s1", "http://s2"]
+        assert addresses(fleet.cluster) == ["http://s1", "http://s2"]
         odd.pages.pop(path)
         if right is not None:
             odd.pages[path] = right
         await asyncio.sleep(5.0)
-        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
-        assert all(host.is_linked == linked for host in cluster.hosts.values() if isinstance(host, ServerReplica))
-        servers[1].down = servers[1].core.silent = True  # another one is lost after it, and comes back, too
+        assert addresses(fleet.cluster) == ["http://s0", "http://s1", "http://s2"]
+        assert all(host.is_linked == linked for host in fleet.cluster.hosts.values() if isinstance(host, ServerReplica))
+        other.down = other.core.silent = True  # another one is lost after it, and comes back, too
         await asyncio.sleep(20.0)
-        assert addresses(cluster) == ["http://s0", "http://s2"]
-        servers[1].down = servers[1].core.silent = False
+        assert addresses(fleet.cluster) == ["http://s0", "http://s2"]
+        other.down = other.core.silent = False
         await asyncio.sleep(5.0)
-        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+        assert addresses(fleet.cluster) == ["http://s0", "http://s1", "http://s2"]
 
     with caplog.at_level(logging.WARNING):
-        fleet_of(scenario, linked=linked)
+        of_three(scenario, linked=linked)
     waits = [record for record in caplog.records if "is waited for" in record.message]
     assert len([record for record in waits if "http://s0" in record.message]) == 1
     assert "autoscaler" not in caplog.text
@@ -137,11 +114,11 @@ def test_start_says_of_each_server_without_the_link_that_batches_follow_its_orde
     def change(servers: list[StubServer]) -> None:
         servers[1].pages[LINK] = (404, b"{}")
 
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
-        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+    async def scenario(fleet: Served) -> None:
+        assert addresses(fleet.cluster) == ["http://s0", "http://s1", "http://s2"]
 
     with caplog.at_level(logging.WARNING):
-        fleet_of(scenario, change=change)
+        of_three(scenario, change=change)
     (said,) = [record.message for record in caplog.records if "has no link" in record.message]
     assert said.startswith("server http://s1 has no link")
     assert "its batches follow its own order" in said
@@ -156,13 +133,13 @@ def test_what_to_do_names_all_that_the_batches_depend_on(caplog: pytest.LogCaptu
     chosen = replace(chosen, replica=replace(chosen.replica, slo_rule="windowed"))
     told = {"policy": "edf", "settings": {"fairness": 0.1}, "slo_rule": "windowed"}
 
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
-        assert len(cluster.hosts) == 3
+    async def scenario(fleet: Served) -> None:
+        assert len(fleet.cluster.hosts) == 3
 
     for linked, more in ((False, {"link": {}}), (None, {})):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            fleet_of(scenario, linked=linked, chosen=chosen)
+            of_three(scenario, linked=linked, chosen=chosen)
         said = [record.message for record in caplog.records if "has no link" in record.message]
         assert len(said) == 3
         for text in said:
@@ -179,20 +156,21 @@ def test_server_that_answers_oddly_at_the_start_is_waited_for_while_others_serve
     def change(servers: list[StubServer]) -> None:
         servers[1].pages[path] = (status, body)
 
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+    async def scenario(fleet: Served) -> None:
         await asyncio.sleep(5.0)
-        assert addresses(cluster) == ["http://s0", "http://s2"]
-        del servers[1].pages[path]
+        assert addresses(fleet.cluster) == ["http://s0", "http://s2"]
+        other, odd = fleet.servers[:2]
+        del odd.pages[path]
         if path == LINK:
-            servers[1].pages[path] = servers[0].pages[path]
+            odd.pages[path] = other.pages[path]
         await asyncio.sleep(5.0)
-        assert addresses(cluster) == ["http://s0", "http://s1", "http://s2"]
+        assert addresses(fleet.cluster) == ["http://s0", "http://s1", "http://s2"]
 
-    fleet_of(scenario, linked=linked, change=change)
+    of_three(scenario, linked=linked, change=change)
 
 
 def test_start_fails_with_the_reasons_where_no_server_is_ready() -> None:
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+    async def scenario(fleet: Served) -> None:
         raise AssertionError("it has started")
 
     def change(servers: list[StubServer]) -> None:
@@ -201,7 +179,7 @@ def test_start_fails_with_the_reasons_where_no_server_is_ready() -> None:
         servers[2].pages["/health"] = (503, b"")
 
     with pytest.raises(ValueError, match=r"s0 is not there .*; .*s1: /v1/models names no model yet; .*s2 is not there"):
-        fleet_of(scenario, change=change)
+        of_three(scenario, change=change)
 
 
 @pytest.mark.parametrize("page", ["vllm:cache_config_info{", used("x").replace('"100"', '"' + "9" * 5000 + '"'), "\0"])
@@ -210,11 +188,11 @@ def test_metrics_that_cannot_be_read_keep_no_server_back(page: str) -> None:
         for server in servers:
             server.metrics = page
 
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+    async def scenario(fleet: Served) -> None:
         await asyncio.sleep(5.0)
-        assert len(cluster.hosts) == 3
+        assert len(fleet.cluster.hosts) == 3
 
-    fleet_of(scenario, linked=False, change=change)
+    of_three(scenario, linked=False, change=change)
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -222,14 +200,14 @@ def test_server_without_health_is_ready_and_watched_by_its_list_of_models(linked
     def change(servers: list[StubServer]) -> None:
         servers[0].pages["/health"] = (404, b'{"detail":"Not Found"}')
 
-    async def scenario(cluster: Cluster, servers: list[StubServer]) -> None:
+    async def scenario(fleet: Served) -> None:
         await asyncio.sleep(20.0)
-        assert list(cluster.hosts) == ["r0", "r1", "r2"]
-        servers[0].pages[MODELS] = (0, b"")
+        assert list(fleet.cluster.hosts) == ["r0", "r1", "r2"]
+        fleet.servers[0].pages[MODELS] = (0, b"")
         await asyncio.sleep(20.0)
-        assert list(cluster.hosts) == ["r1", "r2"]
-        del servers[0].pages[MODELS]
+        assert list(fleet.cluster.hosts) == ["r1", "r2"]
+        del fleet.servers[0].pages[MODELS]
         await asyncio.sleep(5.0)
-        assert len(cluster.hosts) == 3
+        assert len(fleet.cluster.hosts) == 3
 
-    fleet_of(scenario, linked=linked, change=change)
+    of_three(scenario, linked=linked, change=change)

@@ -8,6 +8,8 @@ from functools import wraps
 from inspect import Parameter
 from typing import Any
 
+from rubato.core.clock import run_virtual
+
 Scenario = Callable[..., Awaitable[None]]
 
 
@@ -35,3 +37,13 @@ def on(harness: Callable[..., None], *chosen: str, **settings: Any) -> Callable[
         return test
 
     return made
+
+
+def on_virtual_clock(scenario: Scenario) -> Callable[..., None]:
+    """Make a test of a coroutine that waits on the virtual clock."""
+
+    @wraps(scenario)
+    def test(**given: Any) -> None:
+        run_virtual(scenario(**given))
+
+    return test

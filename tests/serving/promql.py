@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rubato.core.events import Event
 from rubato.core.request import SLO
 from rubato.frontdoor.slo_fields import Tier, Tiers
-from tests.serving.conftest import Edge
+from tests.kit.apps import Edge
 
 DOCS = Path(__file__).parents[2] / "docs"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from rubato.serving.vllm_reports import PluginMetrics
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
+from tests.kit.apps import Edge, edge
 from tests.serving.promql import DOCS, PLUGIN, TIERS, all_of, check, exported, labels_left, recorded, rules
 
 MINUTES = {"5m": 5, "30m": 30, "1h": 60, "6h": 360, "3d": 4320}

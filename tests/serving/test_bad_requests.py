@@ -19,7 +19,7 @@ from rubato.serving import schemas
 from rubato.serving.app import LONG_TEXT_BYTES, MAX_TOKENIZING_TEXTS, Service, create_app
 from rubato.serving.schemas import UNSUPPORTED
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
+from tests.kit.apps import Edge, edge
 
 
 def dumps(body: object) -> bytes:

@@ -21,7 +21,8 @@ from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import board, board_pages
 from rubato.serving.board_snapshot import COLUMNS, MAX_SHOWN_REQUESTS, RequestsInFlight, replica_json, role_words
 from tests.kit import Seq, on, request, shown, view
-from tests.serving.conftest import STEP, Edge, edge, key, tenant
+from tests.kit.apps import STEP, Edge, edge
+from tests.kit.asgi import key, tenant
 
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
 TIGHT = Limits(2, 512, 256, 64, 16)  # two at a time

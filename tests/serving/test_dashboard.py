@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from rubato.serving.vllm_reports import PluginMetrics
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
+from tests.kit.apps import Edge, edge
+from tests.kit.gateways import Fleet, gateway
 from tests.serving.promql import DOCS, GATEWAY, PLUGIN, TIERS, all_of, check, exported, labels_left, read
-from tests.serving.test_gateway import Fleet, gateway
 
 FILTERS = {"instance": "instance", "model_name": "model", "tier": "tier", "tenant": "tenant"}  # label -> variable
 PLUGIN_ONLY = re.compile("|".join(PLUGIN))  # what is asked for beside these is the plug-in's, too

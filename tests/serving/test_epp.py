@@ -28,13 +28,15 @@ from rubato.core.clock import ARRIVAL, Clock, VirtualClock, WallClock, run_stric
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Tokens
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
+from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.picked_trip import endpoint_of
 from rubato.latency.affine import Model
 from rubato.serving.epp import Picker, picker_of
 from rubato.serving.epp_messages import ProtocolError
 from rubato.serving.epp_server import bind, server_of
 from tests.kit import on
-from tests.stubs.vllm_server import StubCore, StubServer
+from tests.kit.servers import stub_servers
+from tests.stubs.vllm_server import StubServer
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
 STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
@@ -213,25 +215,20 @@ class Envoy:
 
 @asynccontextmanager
 async def fleet_of(clock: Clock, *, settings: dict[str, Any]) -> AsyncIterator[Fleet]:
-    replica = ReplicaOptions(causes=False)
-    cores = [StubCore(STEP, LIMITS, clock, "edf", replica, seed=i) for i, _ in enumerate(ENDPOINTS)]
-    for core in cores:
-        await core.start()
-    servers = {f"http://{end}": StubServer(core) for end, core in zip(ENDPOINTS, cores, strict=True)}
-    said = {"servers": list(servers), "policy": "edf", "router": "least_loaded", "tiers": TIERS, **settings}
-    picker = await picker_of(load(said, []), clock, transport=servers.__getitem__)
-    try:
-        await picker.cluster.start()
-        fleet = Fleet(picker, clock, servers)
-        picker.cluster.listen(fleet.events.append)
-        yield fleet
-        assert not picker.trips
-        assert not picker.allowed_endpoints
-        assert sorted(e.id for e in fleet.of(Offered)) == sorted(e.id for e in fleet.of(Finished))
-    finally:
-        await picker.cluster.close()
-        for core in cores:
-            await core.host.close()
+    options = ClusterOptions(PolicyChoice("edf"), ReplicaOptions(causes=False))
+    async with stub_servers(clock, [f"http://{end}" for end in ENDPOINTS], STEP, LIMITS, options) as servers:
+        said = {"servers": list(servers), "policy": "edf", "router": "least_loaded", "tiers": TIERS, **settings}
+        picker = await picker_of(load(said, []), clock, transport=servers.__getitem__)
+        try:
+            await picker.cluster.start()
+            fleet = Fleet(picker, clock, servers)
+            picker.cluster.listen(fleet.events.append)
+            yield fleet
+            assert not picker.trips
+            assert not picker.allowed_endpoints
+            assert sorted(e.id for e in fleet.of(Offered)) == sorted(e.id for e in fleet.of(Finished))
+        finally:
+            await picker.cluster.close()
 
 
 def picking(scenario: Callable[[Fleet], Awaitable[None]], **settings: Any) -> None:

@@ -17,8 +17,8 @@ from rubato.fleet.upstream import BrokenError, Headers
 from rubato.frontdoor.paths import GENERATE
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.conftest import PROFILE, examples
-from tests.serving.conftest import http_scope
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.asgi import call_asgi
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 EVENTS = [
@@ -104,21 +104,9 @@ def by(script: list[Answer], servers: list[StubServer]) -> None:
 
 
 async def post(fleet: Fleet, path: str, body: Any, leaves: float) -> list[Any]:
-    """What a client gets: the messages of one ASGI response."""
-    got: list[Any] = []
-    sent = iter([orjson.dumps(body)])
-
-    async def receive() -> dict[str, Any]:
-        for part in sent:
-            return {"type": "http.request", "body": part, "more_body": False}
-        await (asyncio.sleep(leaves) if leaves else asyncio.Event().wait())
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        got.append(message)
-
-    await fleet.app(http_scope(fleet.app, path), receive, send)
-    return got
+    """What a client gets: the messages of one ASGI response. leaves: the client, after so many seconds."""
+    leave = (lambda answer: asyncio.sleep(leaves)) if leaves else None
+    return (await call_asgi(fleet.app, path, orjson.dumps(body), leaves=leave)).messages
 
 
 def check(script: list[Answer], asked: list[tuple[str, Any, float]], lost_at: float, linked: bool) -> None:

@@ -15,8 +15,8 @@ from rubato.serving.gateway import _with_usage
 from rubato.wire.folded_answer import FoldedAnswer
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.apps import Edge, edge
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -5,170 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
 
 from rubato.config.schema import Config, ConfigError, load
-from rubato.core.clock import VirtualClock, run_virtual
-from rubato.core.events import Event, Finished, HandedOff, Offered, Placed
-from rubato.core.plan import Limits
-from rubato.core.replica_options import ReplicaOptions
-from rubato.core.request import SLO
-from rubato.fleet.cluster import Cluster
-from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from rubato.fleet.relay import Trips
-from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
+from rubato.core.events import Finished, HandedOff, Offered, Placed
 from rubato.fleet.server_replica import ServerReplica
 from rubato.fleet.upstream import BrokenError, Headers, UnreachableError
-from rubato.frontdoor.slo_fields import Tier, Tiers
-from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.asgi_client import HEAD_TIME_KEY
 from rubato.serving.board import REFRESH_S
-from rubato.serving.gateway import GatewayService, create_gateway
 from rubato.wire.messages import Report
-from tests.kit import on
-from tests.serving.conftest import http_scope, key, tenant
-from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryLink, MemoryReply, StubCore, StubServer
-
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=256, block_size=16)
-STEP = Model(k=(0.0, 0.0), b=(0.1, 0.0))  # seconds, whatever the batch
-TIERS = Tiers([Tier("chat", SLO(1.0, 0.2)), Tier("strict", SLO(0.05), "refuse")])
-
-
-@dataclass
-class Fleet:
-    """A gateway and its servers, as clients and operators see them."""
-
-    http: httpx2.AsyncClient
-    cluster: Cluster
-    clock: VirtualClock
-    servers: list[StubServer]
-    app: Any
-    events: list[Event] = field(default_factory=list)
-
-    async def complete(self, headers: Mapping[str, str] | None = None, **body: Any) -> httpx2.Response:
-        defaults = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}
-        return await self.http.post("/v1/completions", json={**defaults, **body}, headers=headers)
-
-    async def chat(self, headers: Mapping[str, str] | None = None, **body: Any) -> httpx2.Response:
-        message = {"role": "user", "content": "hi"}
-        defaults = {"model": "stub", "messages": [message], "max_tokens": 4}
-        return await self.http.post("/v1/chat/completions", json={**defaults, **body}, headers=headers)
-
-    async def stream(self, body: bytes, *, leaves: bool = False, **scope: Any) -> tuple[int, bytes]:
-        """A text completion, as it comes. leaves: the client, once it has the head."""
-        status, raw, left = 0, bytearray(), asyncio.Event()
-        sent = iter([body])
-
-        async def receive() -> dict[str, Any]:
-            for part in sent:
-                return {"type": "http.request", "body": part, "more_body": False}
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            raw.extend(message.get("body", b""))
-            if leaves:
-                left.set()
-
-        await self.app({**http_scope(self.app, "/v1/completions"), **scope}, receive, send)
-        return status, bytes(raw)
-
-    async def metric(self, name: str) -> float:
-        """The sum over its series."""
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
-
-    async def row(self) -> dict[str, Any]:
-        """The one request in flight, as the board has it."""
-        board = (await self.http.get("/board.json")).json()
-        (row,) = board["requests"]
-        return dict(zip(board["request_columns"], row, strict=True))
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-def gateway(
-    scenario: Callable[[Fleet], Awaitable[None]],
-    *,
-    servers: int = 2,
-    linked: bool = True,
-    counted: int = 0,
-    policy: str = "edf",
-    router: str = "least_loaded",
-    tenants: Sequence[Tenant] = (),
-    max_in_flight: int | None = None,
-    fair: FairShare | None = None,
-    profile: Callable[[], Any] = lambda: None,
-    change: Callable[[list[StubServer]], None] = lambda servers: None,
-    host: str = "s",
-    **service: Any,
-) -> None:
-    async def main() -> None:
-        nonlocal service
-        clock = VirtualClock()
-        replica = ReplicaOptions(causes=False)
-        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=i) for i in range(servers)]
-        for core in cores:
-            await core.start()
-        there = {f"http://{host}{i}": StubServer(core) for i, core in enumerate(cores)}
-        change(list(there.values()))
-        trips: Trips = {}
-        options = ClusterOptions(PolicyChoice(policy, {}, router), replica, max_in_flight, fair)
-        fleet = ServerFleet(
-            [Server(url, url.replace("http", "tcp") if linked and i >= counted else "") for i, url in enumerate(there)],
-            clock, options, trips,
-            profile=profile, transport=there.__getitem__,
-            link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
-        )  # fmt: skip
-        cluster = await server_cluster(fleet, clock, options)
-        try:
-            await cluster.start()
-            known = Tenants(tenants, TIERS)
-            app = create_gateway(
-                GatewayService(
-                    cluster,
-                    "stub",
-                    1024,
-                    trips,
-                    tenants=known,
-                    models=fleet.homogeneity.models,
-                    **{"is_vllm": lambda: True, **service},
-                )
-            )
-            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=None) as http:
-                made = Fleet(http, cluster, clock, list(there.values()), app)
-                cluster.listen(made.events.append)
-                await scenario(made)
-            assert not trips
-            assert not any(
-                host.requests.prompt_tokens for host in cluster.hosts.values() if isinstance(host, ServerReplica)
-            )
-            offered, finished = made.of(Offered), made.of(Finished)
-            assert sorted(e.id for e in offered) == sorted(e.id for e in finished)
-        finally:
-            await cluster.close()
-            for core in cores:
-                await core.host.close()
-
-    run_virtual(main())
-
-
-def chunks(response: httpx2.Response) -> list[dict[str, Any]]:
-    """Of a whole stream."""
-    assert response.content.endswith(b"data: [DONE]\n\n")
-    return [orjson.loads(line[6:]) for line in response.content.split(b"\n\n") if line.startswith(b"data: {")]
+from tests.kit import gateways, on
+from tests.kit.asgi import Answer, call_asgi, chunks, key, tenant
+from tests.kit.gateways import Fleet, gateway
+from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryReply, StubServer
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -565,28 +420,28 @@ def test_five_hundred_streams_at_once_end_whole_or_with_an_error_that_says_why(l
         )
         leaving = {number for number in range(500) if number % 10 == 1}
 
-        def client(number: int) -> Awaitable[tuple[int, bytes]]:
+        def client(number: int) -> Awaitable[Answer]:
             large = (padded, long)[number % 2] if number % 25 == 0 else small
-            return fleet.stream(large, leaves=number in leaving)
+            leaves = (lambda answer: answer.begun.wait()) if number in leaving else None
+            return call_asgi(fleet.app, "/v1/completions", large, leaves=leaves)
 
         asked = asyncio.gather(*map(client, range(500)))
         await asyncio.sleep(1.0)
         assert (await fleet.http.get("/health")).status_code == 200
         assert 0 < await fleet.metric("rubato_requests_in_flight") <= (most or 500)
         answers = await asked
-        statuses = Counter(status for status, _ in answers)
+        statuses = Counter(answer.status for answer in answers)
         assert set(statuses) == ({200, 400, 429} if most else {200, 400})
-        for number, (status, raw) in enumerate(answers):
-            if status != 200:
-                error = orjson.loads(raw)["error"]
-                assert error["message"]
-                assert (error["code"] == "rejected-saturated") == (status == 429)
+        for number, answer in enumerate(answers):
+            if answer.status != 200:
+                assert answer.error["message"]
+                assert (answer.error["code"] == "rejected-saturated") == (answer.status == 429)
             elif number not in leaving:
-                assert raw.count(b"data: [DONE]\n\n") == 1
-                said = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+                assert answer.body.count(b"data: [DONE]\n\n") == 1
+                said = chunks(answer.body)
                 assert "".join(choice["text"] for chunk in said for choice in chunk["choices"]) == "la ti do re "
         ends = Counter(event.outcome for event in fleet.of(Finished))
-        left = sum(answers[number][0] == 200 for number in leaving)
+        left = sum(answers[number].status == 200 for number in leaving)
         assert ends["completed"] == statuses[200] - left
         assert (ends["cancelled"], ends["failed"]) == (left, 0)
         assert ends["refused"] == statuses[429] + statuses[400]
@@ -661,7 +516,7 @@ def test_a_miss_at_a_server_without_the_link_is_infeasible_only_where_step_times
         told = chunks(answer)[-1]["rubato"]
         assert (told["met"], told["cause"]) == (False, "infeasible" if known else "not reported")
 
-    gateway(scenario, linked=False, profile=(lambda: STEP) if known else (lambda: None))
+    gateway(scenario, linked=False, profile=(lambda: gateways.STEP) if known else (lambda: None))
 
 
 @on(gateway, linked=False, servers=1)
@@ -709,7 +564,7 @@ async def test_a_request_arrives_when_its_head_has_come_in(fleet: Fleet, stream:
     await asyncio.sleep(1.0)
     body = {"prompt": "abc", "max_tokens": 4, "stream": stream, "slo": {"ttft_ms": 300}}
     head_at = {"extensions": {HEAD_TIME_KEY: fleet.clock.now() - 0.25}}  # so long the event loop had else to do
-    _, raw = await fleet.stream(orjson.dumps(body), **head_at)
+    raw = (await call_asgi(fleet.app, "/v1/completions", orjson.dumps(body), **head_at)).body
     (end,) = fleet.of(Finished)
     assert (end.verdict.met, end.verdict.ttft) == (False, pytest.approx(0.35))
     assert b'"ttft_ms":350.0' in raw

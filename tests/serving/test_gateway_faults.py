@@ -24,22 +24,24 @@ from rubato.core.replica_options import ReplicaOptions
 from rubato.core.request import SLO
 from rubato.engines.simulated import WORDS
 from rubato.fleet.build import cluster_of
-from rubato.fleet.cluster import Cluster, HostLost, HostMaker
+from rubato.fleet.cluster import HostLost, HostMaker
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.event_bus import Listener
 from rubato.fleet.relay import Trips
 from rubato.fleet.server_fleet import Server, ServerFleet, server_cluster
 from rubato.fleet.server_replica import ServerReplica
 from rubato.frontdoor.slo_fields import Tier, Tiers
-from rubato.frontdoor.tenants import Tenants
 from rubato.latency.affine import Model
-from rubato.serving.gateway import GatewayService, create_gateway
-from tests.serving.conftest import http_scope
-from tests.stubs.vllm_server import MemoryLink, StubCore, StubServer
+from tests.kit import on_virtual_clock
+from tests.kit.asgi import call_asgi, chunks
+from tests.kit.gateways import gateway_app
+from tests.kit.servers import Served, fleet_of, served, stub_servers
+from tests.stubs.vllm_server import StubCore, StubServer
 
 LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=1024, kv_blocks=600, block_size=16)
 STEP = Model(k=(0.0, 2e-4), b=(0.02, 0.0), host_per_seq=1e-3)
 TIERS = {"chat": SLO(1.0, 0.15), "tools": SLO(4.0, 0.3), "flex": SLO()}
+NAMED_TIERS = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
 HUNG = 60.0  # seconds
 SECONDS = 180.0
 
@@ -58,18 +60,19 @@ class Client:
     async def complete(self, tier: str, prompt: list[int], most: int, leaves_after: float = 0.0) -> None:
         began = self.clock.now()
         body = {"model": "stub", "prompt": prompt, "max_tokens": most, "stream": True, "service_tier": tier}
-        status, raw = await self._post("/v1/completions", orjson.dumps(body), leaves_after)
+        leaves = (lambda answer: asyncio.sleep(leaves_after)) if leaves_after else None
+        answer = await call_asgi(self.app, "/v1/completions", orjson.dumps(body), leaves=leaves)
         self.longest = max(self.longest, self.clock.now() - began)
         if leaves_after:
             self.outcomes["left"] += 1
             return
-        self._look(tier, status, raw, most)
+        self._look(tier, answer.status, answer.body, most)
 
     def _look(self, tier: str, status: int, raw: bytes, most: int) -> None:
         met = False
         if status == 200 and raw.endswith(b"data: [DONE]\n\n"):
             self.outcomes["completed"] += 1
-            said = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+            said = chunks(raw)
             text = "".join(choice["text"] for chunk in said for choice in chunk["choices"])
             if text != "".join(WORDS[(1 + i) % len(WORDS)] for i in range(most)):
                 self.wrong.append(text)
@@ -78,39 +81,19 @@ class Client:
             self.outcomes[str(status) if status != 200 else "broke off"] += 1
         self.met[tier, met] += 1
 
-    async def _post(self, path: str, body: bytes, leaves_after: float) -> tuple[int, bytes]:
-        sent, status, raw = False, 0, bytearray()
-        left = asyncio.Event()
-        if leaves_after:
-            asyncio.get_running_loop().call_later(leaves_after, left.set)
 
-        async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                raw.extend(message.get("body", b""))
-
-        await self.app(http_scope(self.app, path), receive, send)
-        return status, bytes(raw)
-
-
-@dataclass
-class Setup:
-    cluster: Cluster
+@dataclass(kw_only=True)
+class Setup(Served):
     client: Client
-    servers: list[StubServer]
-    clock: VirtualClock
     rng: random.Random
-    events: list[Event]
+
+
+def chosen(policy: str, router: str) -> ClusterOptions:
+    return ClusterOptions(PolicyChoice(policy, {}, router), ReplicaOptions(causes=False), 1500)
+
+
+def urls(servers: int) -> list[str]:
+    return [f"http://s{i}" for i in range(servers)]
 
 
 Fault = Callable[[Setup, StubServer], Awaitable[None]]
@@ -216,59 +199,45 @@ def soak(
     second beside it. scales: servers come and drain meanwhile."""
 
     async def main() -> tuple[Client, list[Event]]:
-        clock, rng, events = VirtualClock(), random.Random(seed), list[Event]()
-        replica = ReplicaOptions(causes=False)
-        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=seed + i, noise=0.03) for i in range(servers)]
-        for core in cores:
-            await core.start()
-        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
-        trips: Trips = {}
-        options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
-        fleet = ServerFleet(
-            [Server(url, url.replace("http", "tcp") if linked else "") for url in there], clock, options, trips,
-            transport=there.__getitem__, step_timeout=5.0,
-            link=lambda address: MemoryLink(there[address.replace("tcp", "http")].core),
-        )  # fmt: skip
-        if scales:
-            options = replace(options, autoscaler=Sways(servers))
-            cluster = cluster_of([fleet.host] * servers, clock, options, _further(fleet, there, cores))
-        else:
-            cluster = await server_cluster(fleet, clock, options)
-        await cluster.start()
-        tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
-        app = create_gateway(
-            GatewayService(cluster, "stub", 1024, trips, tenants=Tenants((), tiers), is_vllm=lambda: True)
-        )
-        cluster.listen(events.append)
-        setup = Setup(cluster, Client(app, clock), list(there.values()), clock, rng, events)
-        disturbing = asyncio.ensure_future(_disturb(setup, seconds)) if faults else None
-        asked = []
-        flooding = asyncio.ensure_future(_flood(setup, flood, seconds)) if flood else None
-        while clock.now() < seconds:
-            await asyncio.sleep(rng.expovariate(rate))
-            if flooding is not None:
-                _, prompt, most = _asked(rng)
-                asked.append(asyncio.ensure_future(setup.client.complete("chat", prompt, most)))
-                continue
-            leaves = rng.uniform(0.05, 1.0) if rng.random() < 0.05 else 0.0
-            asked.append(asyncio.ensure_future(setup.client.complete(*_asked(rng), leaves)))
-            assert cluster.offered == cluster.finished + cluster.in_flight
-        await asyncio.gather(*asked)
-        for task in (disturbing, flooding):
-            if task is not None:
-                await task
-        await cluster.drain()
-        await asyncio.sleep(5.0)
-        assert not trips
-        for host in cluster.hosts.values():
-            view = host.view()
-            assert view.count == 0, view
-        await cluster.close()
-        for core in cores:
-            await core.host.close()
-        return setup.client, events
+        clock, trips, options = VirtualClock(), Trips(), chosen(policy, router)
+        async with stub_servers(clock, urls(servers), STEP, LIMITS, options, seed=seed, noise=0.03) as there:
+            fleet = fleet_of(there, clock, options, trips, linked=there if linked else (), step_timeout=5.0)
+            if scales:
+                options = replace(options, autoscaler=Sways(servers))
+                cluster = cluster_of([fleet.host] * servers, clock, options, _further(fleet, there))
+            else:
+                cluster = await server_cluster(fleet, clock, options)
+            await cluster.start()
+            one = Served(clock, list(there.values()), fleet, cluster, trips)
+            setup = Setup(**vars(one), client=Client(gateway_app(one, NAMED_TIERS), clock), rng=random.Random(seed))
+            cluster.listen(setup.events.append)
+            await _load(setup, rate, seconds, faults, flood)
+            assert not trips
+            for host in cluster.hosts.values():
+                assert host.view().count == 0, host.view()
+            await cluster.close()
+            return setup.client, setup.events
 
     return run_virtual(main())
+
+
+async def _load(setup: Setup, rate: float, seconds: float, faults: bool, flood: float) -> None:
+    clock, rng, cluster = setup.clock, setup.rng, setup.cluster
+    disturbing = [asyncio.ensure_future(_disturb(setup, seconds))] if faults else []
+    flooding = [asyncio.ensure_future(_flood(setup, flood, seconds))] if flood else []
+    asked = []
+    while clock.now() < seconds:
+        await asyncio.sleep(rng.expovariate(rate))
+        if flooding:
+            _, prompt, most = _asked(rng)
+            asked.append(asyncio.ensure_future(setup.client.complete("chat", prompt, most)))
+            continue
+        leaves = rng.uniform(0.05, 1.0) if rng.random() < 0.05 else 0.0
+        asked.append(asyncio.ensure_future(setup.client.complete(*_asked(rng), leaves)))
+        assert cluster.offered == cluster.finished + cluster.in_flight
+    await asyncio.gather(*asked, *disturbing, *flooding)
+    await cluster.drain()
+    await asyncio.sleep(5.0)
 
 
 @dataclass
@@ -292,17 +261,15 @@ class Sways:
         return Scaling(add=1, wake_at=self.at)
 
 
-def _further(fleet: ServerFleet, there: dict[str, StubServer], cores: list[StubCore]) -> HostMaker:
+def _further(fleet: ServerFleet, there: dict[str, StubServer]) -> HostMaker:
     """A new server for each host beyond the first ones."""
 
     def make(id: str, emit: Listener, lost: HostLost) -> ServerReplica:
-        first = cores[0]
-        core = StubCore(STEP, LIMITS, first.clock, first.policy, ReplicaOptions(causes=False), seed=len(cores))
+        first, url = there["http://s0"].core, f"http://s{len(there)}"
+        core = StubCore(STEP, LIMITS, first.clock, first.policy, ReplicaOptions(causes=False), seed=len(there))
         core.clock.spawn(core.start(), "start of a server")
-        url = f"http://s{len(there)}"
         there[url] = StubServer(core)
-        cores.append(core)
-        fleet._servers = [*fleet._servers, Server(url, url.replace("http", "tcp"))]
+        fleet._servers = [*fleet._servers, Server(url, url)]
         return fleet.extra_host(id, emit, lost)
 
     return make
@@ -382,59 +349,41 @@ def test_the_top_tier_is_served_at_twice_what_can_be_served_as_if_it_were_alone(
 
 
 @pytest.mark.parametrize(("policy", "router"), [("edf", "least_loaded"), ("polyserve", "auto")])
-def test_a_gateway_that_is_restarted_ends_what_it_had_and_finds_the_fleet_as_it_is(policy: str, router: str) -> None:
+@on_virtual_clock
+async def test_a_gateway_that_is_restarted_ends_what_it_had_and_finds_the_fleet_as_it_is(
+    policy: str, router: str
+) -> None:
     """Streams through the first one end with an error; the servers stop serving them, and another gateway takes over,
     which sees what is still there as a stranger's."""
 
-    async def main() -> None:
-        clock, rng, replica = VirtualClock(), random.Random(7), ReplicaOptions(causes=False)
-        cores = [StubCore(STEP, LIMITS, clock, policy, replica, seed=i) for i in range(2)]
-        for core in cores:
-            await core.start()
-        there = {f"http://s{i}": StubServer(core) for i, core in enumerate(cores)}
+    clock, rng, options = VirtualClock(), random.Random(7), chosen(policy, router)
 
-        async def gateway() -> tuple[Cluster, Client]:
-            trips: Trips = {}
-            options = ClusterOptions(PolicyChoice(policy, {}, router), replica, 1500)
-            fleet = ServerFleet(
-                [Server(url, url) for url in there], clock, options, trips, transport=there.__getitem__,
-                link=lambda address: MemoryLink(there[address].core),
-            )  # fmt: skip
-            cluster = await server_cluster(fleet, clock, options)
-            await cluster.start()
-            tiers = Tiers([Tier(name, slo) for name, slo in TIERS.items()])
-            app = create_gateway(
-                GatewayService(cluster, "stub", 1024, trips, tenants=Tenants((), tiers), is_vllm=lambda: True)
-            )
-            return cluster, Client(app, clock)
+    async def offer(client: Client, count: int) -> list[asyncio.Future[None]]:
+        asked = []
+        for _ in range(count):
+            await asyncio.sleep(rng.expovariate(30.0))
+            asked.append(asyncio.ensure_future(client.complete(*_asked(rng))))
+        return asked
 
-        async def offer(client: Client, count: int) -> list[asyncio.Future[None]]:
-            asked = []
-            for _ in range(count):
-                await asyncio.sleep(rng.expovariate(30.0))
-                asked.append(asyncio.ensure_future(client.complete(*_asked(rng))))
-            return asked
-
-        first, old = await gateway()
-        asked = await offer(old, 60)
-        assert first.in_flight > 5
-        second, new = await gateway()
-        assert sum(host.view().count for host in second.hosts.values()) > 5  # strangers'
-        closing = asyncio.ensure_future(first.close())
-        more = await offer(new, 60)
-        await asyncio.gather(*asked, *more, closing)
-        assert first.offered == first.finished == 60
-        assert second.offered == second.finished == 60
-        assert not old.wrong + new.wrong
-        assert old.outcomes["completed"] < 60
-        assert sum(old.outcomes.values()) == 60
-        assert new.outcomes == {"completed": 60}
-        await asyncio.sleep(5.0)
-        assert not sum(host.view().count for host in second.hosts.values())
-        await second.close()
-        for core in cores:
-            assert core.host.replica is not None
-            assert core.host.replica.kv.free == LIMITS.kv_blocks
-            await core.host.close()
-
-    run_virtual(main())
+    async with stub_servers(clock, urls(2), STEP, LIMITS, options) as there:
+        async with served(there, clock, options, linked=there) as one:
+            first, old = one.cluster, Client(gateway_app(one, NAMED_TIERS), clock)
+            asked = await offer(old, 60)
+            assert first.in_flight > 5
+            async with served(there, clock, options, linked=there) as one:
+                second, new = one.cluster, Client(gateway_app(one, NAMED_TIERS), clock)
+                assert sum(host.view().count for host in second.hosts.values()) > 5  # strangers'
+                closing = asyncio.ensure_future(first.close())
+                more = await offer(new, 60)
+                await asyncio.gather(*asked, *more, closing)
+                assert first.offered == first.finished == 60
+                assert second.offered == second.finished == 60
+                assert not old.wrong + new.wrong
+                assert old.outcomes["completed"] < 60
+                assert sum(old.outcomes.values()) == 60
+                assert new.outcomes == {"completed": 60}
+                await asyncio.sleep(5.0)
+                assert not sum(host.view().count for host in second.hosts.values())
+        for server in there.values():
+            assert server.core.host.replica is not None
+            assert server.core.host.replica.kv.free == LIMITS.kv_blocks

@@ -14,8 +14,8 @@ from rubato.core.events import Finished, Placed
 from rubato.latency.affine import Model
 from rubato.serving.model_list import named_model
 from tests.kit import on
-from tests.serving.conftest import key, tenant
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.asgi import key, tenant
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import StubServer
 
 LISTS = (("stub", "lora-x"), ("stub",), ("stub", "lora-y", "lora-x"))

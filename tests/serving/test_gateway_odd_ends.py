@@ -16,8 +16,8 @@ from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_probe import with_cache
 from rubato.fleet.upstream import Headers
 from tests.kit import on
+from tests.kit.gateways import Fleet, gateway
 from tests.serving.test_every_response_ends import Answer, by, post
-from tests.serving.test_gateway import Fleet, gateway
 from tests.serving.test_gateway_models import READ_S, change, got, listed
 from tests.stubs.vllm_server import MemoryReply, StubServer
 

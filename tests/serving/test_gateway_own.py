@@ -13,7 +13,7 @@ from rubato.core.server_url import PROBE
 from rubato.fleet import server_probe
 from rubato.fleet.upstream import Headers
 from tests.doors.doors import TENANTS, Door, InVLLM, OwnServer
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply
 
 

@@ -12,10 +12,9 @@ import pytest
 from rubato.core.events import Finished
 from rubato.fleet.upstream import MAX_SILENCE_S, Headers, UnreachableError, UpstreamError
 from rubato.serving.asgi_client import WRITER_KEY
-from tests.doors.doors import call_asgi
 from tests.kit import on
-from tests.serving.conftest import http_scope, key, tenant
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.asgi import call_asgi, key, tenant
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 EMBED = "/v1/embeddings"
@@ -73,7 +72,8 @@ def embeddings(fleet: Fleet) -> list[Any]:
 
 async def call(fleet: Fleet, who: str = "a", *, leaves: bool = False) -> tuple[int, bytes]:
     headers = {**key(who), "content-type": "application/json", "content-length": str(len(BODY))}
-    answer = await call_asgi(fleet.app, "POST", EMBED, headers, BODY, leaves)
+    leave = (lambda answer: asyncio.sleep(0.25)) if leaves else None
+    answer = await call_asgi(fleet.app, EMBED, BODY, headers, leaves=leave)
     return answer.status, answer.body
 
 
@@ -120,7 +120,7 @@ async def test_passed_response_that_breaks_off_breaks_its_clients_connection(fle
     for server in embeddings(fleet):
         server.breaks = UpstreamError("closed")
         server.done.set()
-    sent, aborted, parts = list[Any](), asyncio.Event(), [BODY]
+    aborted = asyncio.Event()
 
     class Connection:
         flow = None
@@ -128,20 +128,12 @@ async def test_passed_response_that_breaks_off_breaks_its_clients_connection(fle
         def abort(self) -> None:
             aborted.set()
 
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return {"type": "http.request", "body": parts.pop(), "more_body": False}
-        await aborted.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(name.encode(), value.encode()) for name, value in key("a").items()]
-    scope = {**http_scope(fleet.app, EMBED, headers), "extensions": {WRITER_KEY: Connection()}}
-    await fleet.app(scope, receive, send)
+    extensions = {WRITER_KEY: Connection()}
+    answer = await call_asgi(
+        fleet.app, EMBED, BODY, key("a"), leaves=lambda answer: aborted.wait(), extensions=extensions
+    )
     assert aborted.is_set()
-    assert [message.get("more_body") for message in sent] == [None, True]
+    assert [message.get("more_body") for message in answer.messages] == [None, True]
 
 
 @pytest.mark.parametrize(
@@ -175,5 +167,5 @@ async def test_passed_call_goes_to_a_server_that_lists_its_model(fleet: Fleet) -
     body = json.dumps({"model": "embedder", "input": "a"}).encode()
     head = {**key("a"), "content-type": "application/json", "content-length": str(len(body))}
     for _ in range(6):
-        assert (await call_asgi(fleet.app, "POST", EMBED, head, body, False)).status == 200
+        assert (await call_asgi(fleet.app, EMBED, body, head)).status == 200
     assert [server.asked for server in embeddings(fleet)] == [0, 6, 0]

@@ -12,7 +12,7 @@ from rubato.fleet.server_watch import MAX_ABSENCE_S
 from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers
 from rubato.wire.response_stream import DONE
 from tests.kit import on
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 

@@ -10,7 +10,7 @@ import pytest
 from rubato.core.plan import Logprob
 from rubato.serving import logprobs
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
+from tests.kit.apps import Edge, edge
 from tests.serving.test_response import events
 
 EACH = pytest.approx(-math.log(8))  # the simulated model: eight words, equally likely

@@ -13,7 +13,8 @@ from rubato.frontdoor.metrics import MAX_REASONS
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.serving.server_metrics import Metrics
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge, key, tenant
+from tests.kit.apps import STEP, Edge, edge
+from tests.kit.asgi import key, tenant
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 

@@ -38,7 +38,7 @@ from rubato.serving.app import Service, create_app
 from rubato.serving.connections import Connections
 from rubato.serving.stalled_clients import stall_guard
 from tests.conftest import examples
-from tests.serving.conftest import key, tenant
+from tests.kit.asgi import key, tenant
 
 CHECKS = [
     not_a_server_error,

@@ -11,7 +11,7 @@ import pytest
 from rubato.core.events import Finished, Left
 from rubato.fleet.upstream import BrokenError, Headers
 from tests.kit import on
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 SECONDS = 4.0

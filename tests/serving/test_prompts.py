@@ -15,7 +15,8 @@ from rubato.core.request import SLO, Request
 from rubato.engines.simulated import Engine
 from rubato.serving.app import LONG_TEXT_BYTES
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge, key, tenant
+from tests.kit.apps import STEP, Edge, edge
+from tests.kit.asgi import key, tenant
 from tests.serving.test_request_history import page
 from tests.serving.test_response import events
 from tests.serving.test_response_choices import Uneven, by_choice, ended, offered

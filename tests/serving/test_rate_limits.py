@@ -11,7 +11,8 @@ from rubato.core.events import Finished, Offered
 from rubato.frontdoor.rate_limits import TENANT_SATURATED, Bucket, TenantUsage
 from rubato.frontdoor.tenants import Quota
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge, key, tenant
+from tests.kit.apps import STEP, Edge, edge
+from tests.kit.asgi import key, tenant
 from tests.serving.test_metrics import scrape
 
 

@@ -21,7 +21,8 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge, key, tenant
+from tests.kit.apps import STEP, Edge, edge
+from tests.kit.asgi import key, tenant
 
 TENANTS = [tenant("a"), tenant("b"), tenant("root", admin=True)]
 

@@ -19,7 +19,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import retry_after
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge
+from tests.kit.apps import STEP, Edge, edge
 
 GOLD = Tiers(
     [Tier("gold", SLO(0.25, 0.15), "refuse"), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")]

@@ -12,7 +12,7 @@ from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from tests.kit import on
-from tests.serving.conftest import STEP, Edge, edge
+from tests.kit.apps import STEP, Edge, edge
 from tests.serving.test_response import events
 
 TEXT = "la ti do "

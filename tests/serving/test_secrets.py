@@ -23,8 +23,9 @@ from rubato.fleet.upstream import Headers, UpstreamError, error_code
 from rubato.serving.logs import JsonFormatter, TextFormatter
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.kit import on
-from tests.serving.conftest import Edge, edge, key, tenant
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.apps import Edge, edge
+from tests.kit.asgi import key, tenant
+from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer
 
 PROMPT, TENANT, SERVER, LINK, HOST = (f"canary{what}" for what in ("prompt", "tenant", "server", "link", "host"))

@@ -6,7 +6,7 @@ import pytest
 
 from rubato.core.events import Offered
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
+from tests.kit.apps import Edge, edge
 
 
 def sessions(at: Edge) -> list[str]:

@@ -12,7 +12,8 @@ from rubato.frontdoor.slo_body import SLOBody
 from rubato.frontdoor.slo_fields import Tier, Tiers, grant
 from rubato.frontdoor.tenants import Tenants
 from tests.kit import on
-from tests.serving.conftest import Edge, edge, key, tenant
+from tests.kit.apps import Edge, edge
+from tests.kit.asgi import key, tenant
 
 FAST, SLOW = Tier("fast", SLO(1.0, 0.2)), Tier("slow", SLO(5.0, 0.5, 60.0))
 TIERS = Tiers([FAST, SLOW], "slow")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from typing import Any
 
 import numpy as np
 import orjson
@@ -14,19 +12,20 @@ from rubato.core.events import Finished, Tokens
 from rubato.fleet.token_path import TokenPath
 from rubato.serving.asgi_client import WRITER_KEY
 from tests.kit import on
-from tests.serving.conftest import http_scope
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.asgi import Answer, call_asgi
+from tests.kit.gateways import Fleet, gateway
 
 BODY = {"model": "stub", "prompt": [1, 2, 3], "stream": True, "service_tier": "chat"}
 
 
-class Connection:
+class Connection(Answer):
     """A client's connection (`asgi_client.Writer`). direct: parts that came past ASGI; body: all that came."""
 
+    flow = None
+
     def __init__(self) -> None:
-        self.flow = None
+        super().__init__()
         self.direct: list[bytes] = []
-        self.body = bytearray()
 
     def write(self, data: bytes) -> None:
         self.direct.append(data)
@@ -35,20 +34,9 @@ class Connection:
     async def ask(self, fleet: Fleet, tokens: int, *, directly: bool = True) -> bytes:
         """The body of a stream, without what differs between two of them."""
         fields = orjson.dumps({**BODY, "max_tokens": tokens})
-        asked = iter([{"type": "http.request", "body": fields, "more_body": False}])
-
-        async def receive() -> dict[str, Any]:
-            for message in asked:
-                return message
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: Any) -> None:
-            self.body += message.get("body", b"")
-
         extensions = {"extensions": {WRITER_KEY: self}} if directly else {}
-        await fleet.app({**http_scope(fleet.app, "/v1/completions"), **extensions}, receive, send)
-        return re.sub(rb'("id":"cmpl-)[^"]*|("created":)\d+|("[a-z0-9_]+_ms":)[\d.e-]+', rb"\1\2\3", bytes(self.body))
+        await call_asgi(fleet.app, "/v1/completions", fields, into=self, **extensions)
+        return re.sub(rb'("id":"cmpl-)[^"]*|("created":)\d+|("[a-z0-9_]+_ms":)[\d.e-]+', rb"\1\2\3", self.body)
 
 
 @pytest.mark.parametrize("linked", [True, False])

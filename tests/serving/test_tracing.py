@@ -19,8 +19,9 @@ from rubato.fleet.cluster import Cluster
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.serving.serve import tracer_of
 from tests.kit import on
-from tests.serving.conftest import Edge, edge
-from tests.serving.test_gateway import Fleet, gateway
+from tests.kit.apps import Edge, edge
+from tests.kit.asgi import call_asgi
+from tests.kit.gateways import Fleet, gateway
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")  # the extra `otel`
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -118,7 +119,7 @@ async def test_choices_of_one_request_are_in_one_span(at: Edge) -> None:
 async def test_request_whose_client_leaves_is_a_span_that_ends_as_cancelled(fleet: Fleet) -> None:
     spans = traced(fleet.app, fleet.cluster, fleet.clock)
     body = b'{"model": "stub", "prompt": [1, 2, 3], "max_tokens": 200, "stream": true}'
-    await fleet.stream(body, leaves=True)
+    await call_asgi(fleet.app, "/v1/completions", body, leaves=lambda answer: answer.begun.wait())
     while fleet.cluster.in_flight:
         await fleet.clock.sleep_until(fleet.clock.now() + 0.1, 0)
     (span,) = spans()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
-from urllib.parse import unquote
 
 import httpx2
 from fastapi import FastAPI
@@ -21,21 +19,13 @@ from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.frontdoor.slo_fields import Tiers
-from rubato.frontdoor.tenants import Quota, Tenant, Tenants
+from rubato.frontdoor.tenants import Tenant, Tenants
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.app import Service, create_app
+from tests.kit.asgi import client_of
 
 STEP = 0.1  # seconds, whatever the batch
-
-
-def tenant(name: str, *, tiers: tuple[str, ...] | None = None, admin: bool = False, **quota: Any) -> Tenant:
-    """A tenant whose key is `sk-NAME`."""
-    return Tenant(name, (sha256(f"sk-{name}".encode()).digest(),), tiers, Quota(**quota), admin)
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer sk-{name}"}
 
 
 @dataclass
@@ -99,20 +89,10 @@ def edge(
         known = Tenants(tenants, tiers or Tiers())
         app = create_app(Service(cluster, text=engine_.text, tenants=known, **settings))
         cluster.listen(events.append)
-        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:
-            async with httpx2.AsyncClient(transport=transport, base_url="http://edge", timeout=None) as http:
+            async with client_of(app) as http:
                 await scenario(Edge(http, app, cluster, clock, events))
         finally:
             await cluster.close()
 
     run_virtual(main())
-
-
-def http_scope(app: Any, path: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, Any]:
-    """ASGI's of a POST, for what is called without a socket. path: as it is written, with its escapes."""
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": unquote(path),
-        "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": list(headers),
-        "client": ("c", 1), "server": ("s", 80), "app": app,
-    }  # fmt: skip
