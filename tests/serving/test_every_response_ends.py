@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rubato.core.events import Finished, Left, Offered
-from rubato.fleet.upstream import BrokenError, Headers
+from rubato.fleet.upstream import BrokenError
 from rubato.frontdoor.paths import GENERATE
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.conftest import PROFILE, examples
 from tests.kit.asgi import call_asgi
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import MemoryReply, StubServer
+from tests.stubs.vllm_server import MemoryReply, StubServer, reply_of
 
 EVENTS = [
     b'data: {"id":"x","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -75,32 +77,23 @@ bodies = st.fixed_dictionaries(
 calls = st.tuples(st.sampled_from(GENERATE), bodies, st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]))
 
 
-class Odd(StubServer):
-    """Answers requests by a script, and everything else as it should."""
-
-    script: list[Answer]
-
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or not self.script or path not in GENERATE or self.down:
-            return await super().open(method, path, headers, body, **more)
-        self.bodies.append({})
-        answer = self.script[(len(self.bodies) - 1) % len(self.script)]
-        reply = MemoryReply(answer.status, answer.kind)
-        reply.delay = answer.delay
-        for part in filter(None, answer.parts):
-            reply.put(part)
-        if answer.ends != "never":
-            reply.put(b"" if answer.ends == "whole" else BrokenError("ConnectionResetError"))
-        self.open_replies.add(reply)
-        return reply
+async def respond(script: list[Answer], server: StubServer, path: str, body: bytes) -> MemoryReply | None:
+    """As the script says."""
+    if not script or path not in GENERATE:
+        return None
+    server.bodies.append(json.loads(body))
+    answer = script[(len(server.bodies) - 1) % len(script)]
+    end = {"break": [BrokenError("ConnectionResetError")]}.get(answer.ends, [])
+    parts = [*filter(None, answer.parts), *end]
+    reply = reply_of(*parts, status=answer.status, kind=answer.kind, ends=answer.ends == "whole")
+    reply.delay = answer.delay
+    return reply
 
 
 def by(script: list[Answer], servers: list[StubServer]) -> None:
     """Servers that answer so."""
     for server in servers:
-        server.__class__ = Odd
-        assert isinstance(server, Odd)
-        server.script = script
+        server.respond = partial(respond, script, server)
 
 
 async def post(fleet: Fleet, path: str, body: Any, leaves: float) -> list[Any]:

@@ -13,11 +13,13 @@ from rubato.fleet import server_try
 from rubato.frontdoor.body_fields import BodyFields
 from rubato.serving.gateway import _with_usage
 from rubato.wire.folded_answer import FoldedAnswer
+from rubato.wire.response_stream import DONE
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.kit import on
 from tests.kit.apps import Edge, edge
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import MemoryReply, StubServer
+from tests.serving.test_every_response_ends import Answer, by
+from tests.stubs.vllm_server import MemoryReply, reply_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CHUNK = b'data: {"id":"x","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
@@ -158,108 +160,71 @@ async def test_a_stream_that_fails_everywhere_is_one_error_with_a_status(fleet: 
     assert response.json()["error"]["code"]
 
 
-class Scripted(StubServer):
-    """Answers completions with these parts."""
-
-    parts: list[bytes]
-
-    async def open(self, method: str, path: str, headers: Any, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or path != TEXT:
-            return await super().open(method, path, headers, body, **more)
-        self.bodies.append(json.loads(body))
-        reply = MemoryReply(200, "text/event-stream")
-        for part in [*self.parts, b""]:
-            reply.put(part)
-        return reply
-
-
-def scripted(*parts: bytes) -> Any:
-    def change(servers: list[StubServer]) -> None:
-        for server in servers:
-            server.__class__ = Scripted
-            assert isinstance(server, Scripted)
-            server.parts = list(parts)
-
-    return change
+def script(fleet: Fleet, *parts: bytes) -> None:
+    """Have its servers answer with these parts."""
+    by([Answer(200, "text/event-stream", list(parts), "whole", 0.0)], fleet.servers)
 
 
 @pytest.mark.parametrize(
     ("code", "status", "asked"), [(400, 400, 1), (404, 404, 1), (500, 500, 2), (None, 500, 2), (429, 429, 2)]
 )
-def test_an_error_in_the_stream_has_the_status_that_it_names(code: int | None, status: int, asked: int) -> None:
-    error = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": code}}
-
-    async def scenario(fleet: Fleet) -> None:
-        response = await fleet.complete()
-        assert response.status_code == status
-        assert sum(len(server.bodies) for server in fleet.servers) >= asked
-        if status in (400, 404):
-            assert response.json() == error
-            (end,) = fleet.of(Finished)
-            assert end.is_client_error
-
-    change = scripted(CHUNK, b"data: " + orjson.dumps(error) + b"\n\n", b"data: [DONE]\n\n")
-    gateway(scenario, linked=False, change=change)
-
-
-@pytest.mark.parametrize("parts", [[b"data: [DONE]\n\n"], [CHUNK, b"data: {\n\n", b"data: [DONE]\n\n"], [CHUNK]])
-def test_a_stream_that_is_no_answer_is_an_error(parts: list[bytes]) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        assert (await fleet.complete()).status_code == 500
-
-    gateway(scenario, linked=False, change=scripted(*parts))
-
-
-@on(gateway, linked=False, change=scripted(*[CHUNK] * 1000, b"data: [DONE]\n\n"))
-async def test_an_answer_without_end_is_cut_off_where_memory_ends(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+@on(gateway, linked=False)
+async def test_error_in_a_stream_has_the_status_that_it_names(
+    fleet: Fleet, code: int | None, status: int, asked: int
 ) -> None:
-    monkeypatch.setattr(server_try, "MAX_ANSWER_BYTES", 900)
+    error = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": code}}
+    script(fleet, CHUNK, b"data: " + orjson.dumps(error) + b"\n\n", DONE)
+    response = await fleet.complete()
+    assert response.status_code == status
+    assert sum(len(server.bodies) for server in fleet.servers) >= asked
+    if status in (400, 404):
+        assert response.json() == error
+        (end,) = fleet.of(Finished)
+        assert end.is_client_error
+
+
+@pytest.mark.parametrize("parts", [[DONE], [CHUNK, b"data: {\n\n", DONE], [CHUNK]])
+@on(gateway, linked=False)
+async def test_stream_that_is_no_answer_is_an_error(fleet: Fleet, parts: list[bytes]) -> None:
+    script(fleet, *parts)
     assert (await fleet.complete()).status_code == 500
 
 
-@on(gateway, linked=False, change=scripted(
-    *[CHUNK.replace(b'"a"', b'"%b"' % (b"a" * 2 * MAX_EVENT_BYTES)).replace(b"null", b'"stop"')[at : at + 65536]
-      for at in range(0, 2 * MAX_EVENT_BYTES + 100, 65536)]
-))  # fmt: skip
-async def test_an_answer_of_one_chunk_is_as_long_as_one_that_does_not_stream(fleet: Fleet) -> None:
+@on(gateway, linked=False)
+async def test_answer_without_end_is_cut_off_where_memory_ends(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_try, "MAX_ANSWER_BYTES", 900)
+    script(fleet, *[CHUNK] * 1000, DONE)
+    assert (await fleet.complete()).status_code == 500
+
+
+@on(gateway, linked=False)
+async def test_answer_of_one_chunk_is_as_long_as_one_that_does_not_stream(fleet: Fleet) -> None:
+    long = CHUNK.replace(b'"a"', b'"%b"' % (b"a" * 2 * MAX_EVENT_BYTES)).replace(b"null", b'"stop"')
+    script(fleet, *[long[at : at + 65536] for at in range(0, len(long), 65536)])
     answer = (await fleet.complete()).json()
     assert answer["choices"][0]["text"] == "a" * 2 * MAX_EVENT_BYTES
     assert [end.outcome for end in fleet.of(Finished)] == ["completed"]
 
 
-class Strict(StubServer):
-    """Refuses what it does not know: counts in streams."""
-
-    status: int
-
-    async def open(self, method: str, path: str, headers: Any, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or b"stream_options" not in body:
-            return await super().open(method, path, headers, body, **more)
-        reply = MemoryReply(self.status, "application/json")
-        reply.put(b'{"detail":"stream_options: Extra inputs are not permitted"}')
-        reply.put(b"")
-        return reply
-
-
 @pytest.mark.parametrize("status", [400, 422])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_server_that_refuses_what_is_added_is_asked_as_the_client_asks(status: int, stream: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        assert (await fleet.complete(stream=stream)).status_code == 200
-        (body,) = [body for server in fleet.servers for body in server.bodies]
-        assert body.get("stream", False) is stream
-        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 4)]
-        own = await fleet.complete(stream=True, stream_options={"include_usage": True})
-        assert own.status_code == status
+@on(gateway, linked=False)
+async def test_server_that_refuses_what_is_added_is_asked_as_the_client_asks(
+    fleet: Fleet, status: int, stream: bool
+) -> None:
+    async def refuse(path: str, body: bytes) -> MemoryReply | None:
+        """What it does not know: counts in streams."""
+        said = b'{"detail":"stream_options: Extra inputs are not permitted"}'
+        return reply_of(said, status=status) if b"stream_options" in body else None
 
-    def change(servers: list[StubServer]) -> None:
-        for server in servers:
-            server.__class__ = Strict
-            assert isinstance(server, Strict)
-            server.status = status
-
-    gateway(scenario, linked=False, change=change)
+    for server in fleet.servers:
+        server.respond = refuse
+    assert (await fleet.complete(stream=stream)).status_code == 200
+    (body,) = [body for server in fleet.servers for body in server.bodies]
+    assert body.get("stream", False) is stream
+    assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 4)]
+    own = await fleet.complete(stream=True, stream_options={"include_usage": True})
+    assert own.status_code == status
 
 
 @on(gateway)

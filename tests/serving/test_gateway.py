@@ -14,7 +14,7 @@ import pytest
 from rubato.config.schema import Config, ConfigError, load
 from rubato.core.events import Finished, HandedOff, Offered, Placed
 from rubato.fleet.server_replica import ServerReplica
-from rubato.fleet.upstream import BrokenError, Headers, UnreachableError
+from rubato.fleet.upstream import BrokenError, UnreachableError
 from rubato.latency.affine import Model
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving.asgi_client import HEAD_TIME_KEY
@@ -23,7 +23,7 @@ from rubato.wire.messages import Report
 from tests.kit import gateways, on
 from tests.kit.asgi import Answer, call_asgi, chunks, key, tenant
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryReply, StubServer
+from tests.stubs.vllm_server import FIRST_WORD_ID, STREAM_EVENTS, MemoryReply, StubServer, reply_of
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -96,62 +96,53 @@ async def test_server_gets_the_gateways_key_and_no_slo(fleet: Fleet) -> None:
     assert (await fleet.http.get("/v1/models", headers=key("b"))).json()["data"][0]["id"] == "stub"
 
 
-class Failing(StubServer):
-    """Answers the first completions otherwise. asked: how often all of them were."""
+class Failing:
+    """Has servers answer the first completions otherwise. asked: how often all of them were."""
 
-    fails = 0
-    how = "503"
-    asked = 0
+    def __init__(self, fleet: Fleet, how: str, fails: int = 1000) -> None:
+        self.how, self.fails, self.asked = how, fails, 0
+        for server in fleet.servers:
+            server.respond = self.respond
 
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if method == "POST" and "completions" in path:
-            Failing.asked += 1
-            if Failing.fails > 0:
-                Failing.fails -= 1
-                if self.how in ("broken", "refused"):
-                    raise (BrokenError if self.how == "broken" else UnreachableError)(self.how)
-                reply = MemoryReply(int(self.how), "application/json")
-                reply.put(b"{}")
-                reply.put(b"")
-                return reply
-        return await super().open(method, path, headers, body, **more)
-
-
-def failing(servers: list[StubServer]) -> None:
-    for server in servers:
-        server.__class__ = Failing
+    async def respond(self, path: str, body: bytes) -> MemoryReply | None:
+        if "completions" not in path:
+            return None
+        self.asked += 1
+        if self.fails <= 0:
+            return None
+        self.fails -= 1
+        if self.how in ("broken", "refused"):
+            raise (BrokenError if self.how == "broken" else UnreachableError)(self.how)
+        return reply_of(b"{}", status=int(self.how))
 
 
 @pytest.mark.parametrize("how", ["503", "500", "broken"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("linked", [True, False])
-def test_choices_whose_server_fails_go_on_together(how: str, count: int, n: int, linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        Failing.fails, Failing.how, Failing.asked = 1, how, 0
-        answer = await asyncio.wait_for(fleet.complete(n=n), 60.0)
-        assert answer.status_code == 200
-        assert len(answer.json()["choices"]) == n
-        assert Failing.asked == 2
-        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
-
-    gateway(scenario, servers=count, linked=linked, change=failing)
+@on(gateway, "servers", "linked")
+async def test_choices_whose_server_fails_go_on_together(fleet: Fleet, how: str, n: int) -> None:
+    failing = Failing(fleet, how, fails=1)
+    answer = await asyncio.wait_for(fleet.complete(n=n), 60.0)
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == n
+    assert failing.asked == 2
+    assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
 
 
 @pytest.mark.parametrize("linked", [True, False])
-@on(gateway, "linked", servers=4, change=failing)
+@on(gateway, "linked", servers=4)
 async def test_choices_end_together_where_every_server_fails(fleet: Fleet) -> None:
-    Failing.fails, Failing.how, Failing.asked = 1000, "503", 0
+    Failing(fleet, "503")
     answers = await asyncio.wait_for(asyncio.gather(*(fleet.complete(n=8) for _ in range(8))), 60.0)
     assert {answer.status_code for answer in answers} <= {429, 500, 503}
 
 
-@on(gateway, servers=4, change=failing)
+@on(gateway, servers=4)
 async def test_servers_that_refuse_one_request_and_are_healthy_do_not_rest(fleet: Fleet) -> None:
     """One request has one word, also where its connections are refused."""
-    Failing.fails, Failing.how, Failing.asked = 1000, "refused", 0
+    Failing(fleet, "refused")
     assert (await fleet.complete()).status_code >= 500
-    Failing.fails = 0
     resting = [host.cooldown_until - fleet.clock.now() for host in fleet.cluster.hosts.values()]
     assert max(resting) < 0.1
     assert len(resting) == 4

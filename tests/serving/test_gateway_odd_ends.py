@@ -4,9 +4,8 @@ follow errors, servers of another kind among vLLM's."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -14,12 +13,12 @@ from rubato.core.events import Finished, Left
 from rubato.core.plan import Limits
 from rubato.fleet.served_models import ServedModels
 from rubato.fleet.server_probe import with_cache
-from rubato.fleet.upstream import Headers
+from rubato.fleet.upstream import BrokenError
 from tests.kit import on
 from tests.kit.gateways import Fleet, gateway
 from tests.serving.test_every_response_ends import Answer, by, post
 from tests.serving.test_gateway_models import READ_S, change, got, listed
-from tests.stubs.vllm_server import MemoryReply, StubServer
+from tests.stubs.vllm_server import MemoryReply, StubServer, reply_of
 
 END = b'data: {"id":"x","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
@@ -98,36 +97,21 @@ TEXTS = {
 
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("came", TEXTS)
-def test_stream_that_is_more_than_text_is_begun_once(came: str, linked: bool) -> None:
-    def breaks(servers: list[StubServer]) -> None:
-        by([Answer(200, "text/event-stream", TEXTS[came], "break", 0.0)], servers[:1])
-        by([Answer(200, "text/event-stream", [*TEXTS[came], END], "whole", 0.0)], servers[1:])
-
-    async def scenario(fleet: Fleet) -> None:
-        said = await post(fleet, "/v1/completions", {"model": "stub", "prompt": "hi", "stream": True}, 0.0)
-        raw = b"".join(message.get("body", b"") for message in said)
-        assert raw.count(b"AAA") == 1
-        assert b'"error"' in raw
-        assert len(fleet.servers[1].bodies) == 0
-        assert [event.outcome for event in fleet.of(Finished)] == ["failed"]
-
-    gateway(scenario, linked=linked, change=breaks)
-
-
-class NoVllm(StubServer):
-    """Has no /version, and would begin anew."""
-
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if path in ("/version", "/tokenize"):
-            reply = MemoryReply(404, "application/json")
-            reply.put(b"{}")
-            reply.put(b"")
-            return reply
-        return await super().open(method, path, headers, body, **more)
+@on(gateway, "linked")
+async def test_stream_that_is_more_than_text_is_begun_once(fleet: Fleet, came: str) -> None:
+    by([Answer(200, "text/event-stream", TEXTS[came], "break", 0.0)], fleet.servers[:1])
+    by([Answer(200, "text/event-stream", [*TEXTS[came], END], "whole", 0.0)], fleet.servers[1:])
+    said = await post(fleet, "/v1/completions", {"model": "stub", "prompt": "hi", "stream": True}, 0.0)
+    raw = b"".join(message.get("body", b"") for message in said)
+    assert raw.count(b"AAA") == 1
+    assert b'"error"' in raw
+    assert len(fleet.servers[1].bodies) == 0
+    assert [event.outcome for event in fleet.of(Finished)] == ["failed"]
 
 
 def mixed(servers: list[StubServer]) -> None:
-    servers[1].__class__ = NoVllm
+    """The second is no vLLM, and would begin anew."""
+    servers[1].pages |= dict.fromkeys(("/version", "/tokenize"), (404, b"{}"))
 
 
 @on(gateway, linked=False, change=mixed)
@@ -139,53 +123,34 @@ async def test_stream_of_a_vllm_server_does_not_go_on_at_one_that_is_none(fleet:
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_response_that_says_it_failed_is_no_success(linked: bool) -> None:
+@on(gateway, "linked")
+async def test_response_that_says_it_failed_is_no_success(fleet: Fleet) -> None:
     event = b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{"message":"odd"}}}\n\n'
-
-    def fails(servers: list[StubServer]) -> None:
-        by([Answer(200, "text/event-stream", [event], "whole", 0.0)], servers)
-
-    async def scenario(fleet: Fleet) -> None:
-        said = await post(fleet, "/v1/responses", {"model": "stub", "input": "hi", "stream": True}, 0.0)
-        assert b"".join(message.get("body", b"") for message in said) == event
-        assert [(one.outcome, one.verdict.met) for one in fleet.of(Finished)] == [("failed", False)]
-
-    gateway(scenario, linked=linked, change=fails)
+    by([Answer(200, "text/event-stream", [event], "whole", 0.0)], fleet.servers)
+    said = await post(fleet, "/v1/responses", {"model": "stub", "input": "hi", "stream": True}, 0.0)
+    assert b"".join(message.get("body", b"") for message in said) == event
+    assert [(one.outcome, one.verdict.met) for one in fleet.of(Finished)] == [("failed", False)]
 
 
-class Dies(StubServer):
-    """At the prompt `poison`: answers with an error and dies, or dies at once."""
-
-    how: Sequence[str] = ()
-    tries = 0
-
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or b"poison" not in body or self.down:
-            return await super().open(method, path, headers, body, **more)
-        kind = Dies.how[min(Dies.tries, len(Dies.how) - 1)]
-        Dies.tries += 1
-        reply = MemoryReply(200, "text/event-stream")
-        self.open_replies.add(reply)
-        if kind == "dies":
-            self.kill()
-            return reply
-        reply.status = int(kind)
-        reply.put(json.dumps({"error": {"message": "engine dead"}}).encode())
-        reply.put(b"")
-        asyncio.get_running_loop().call_later(0.05, self.kill)
-        return reply
-
-
-def deadly(servers: list[StubServer]) -> None:
-    for server in servers:
-        server.__class__ = Dies
+async def die(kinds: list[str], server: StubServer, path: str, body: bytes) -> MemoryReply | None:
+    """At the prompt `poison`: answer with an error and die, or die at once; the last of the kinds again and again."""
+    if b"poison" not in body:
+        return None
+    kind = kinds.pop(0) if len(kinds) > 1 else kinds[0]
+    if kind == "dies":
+        server.kill()
+        return reply_of(BrokenError("ConnectionResetError"))
+    asyncio.get_running_loop().call_later(0.05, server.kill)
+    return reply_of(b'{"error": {"message": "engine dead"}}', status=int(kind))
 
 
 @pytest.mark.parametrize("how", [("dies",), ("500",), ("500", "dies"), ("dies", "503")])
 @pytest.mark.parametrize("linked", [True, False])
-@on(gateway, "linked", servers=7, change=deadly)
+@on(gateway, "linked", servers=7)
 async def test_request_whose_servers_fail_and_die_takes_two(fleet: Fleet, how: Sequence[str]) -> None:
-    Dies.how, Dies.tries = how, 0
+    kinds = list(how)
+    for server in fleet.servers:
+        server.respond = partial(die, kinds, server)
     others = [asyncio.create_task(fleet.complete(max_tokens=40, stream=True)) for _ in range(6)]
     await asyncio.sleep(0.05)
     assert (await fleet.complete(prompt="poison", stream=True)).status_code == 500

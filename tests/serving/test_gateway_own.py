@@ -14,7 +14,7 @@ from rubato.fleet import server_probe
 from rubato.fleet.upstream import Headers
 from tests.doors.doors import TENANTS, Door, InVLLM, OwnServer
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import MemoryReply
+from tests.stubs.vllm_server import MemoryReply, reply_of
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -56,10 +56,7 @@ class Asked:
     async def open(self, method: str, path: str, headers: Headers, body: bytes, **_: Any) -> MemoryReply:
         answer = await self._door.open(method, path, dict(headers), body, False)
         self.statuses.append(answer.status)
-        reply = MemoryReply(answer.status, "application/json")
-        reply.put(answer.body)
-        reply.put(b"")
-        return reply
+        return reply_of(answer.body, status=answer.status)
 
     async def close(self) -> None: ...
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from rubato.core.events import Finished
 from rubato.fleet.server_watch import MAX_ABSENCE_S
-from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError, Headers
+from rubato.fleet.upstream import MAX_SILENCE_S, BrokenError
 from rubato.wire.response_stream import DONE
 from tests.kit import on
 from tests.kit.gateways import Fleet, gateway
@@ -66,52 +65,45 @@ async def test_request_that_an_api_server_keeps_from_its_busy_engine_goes_elsewh
 ABORTED = b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'
 
 
-class Aborts(StubServer):
-    """Its API server fails in the middle of a response: the engine is told to give up, and then the connection breaks,
-    or the response ends as if nothing had been."""
+class Aborts:
+    """A server whose API server fails in the middle of a response: the engine is told to give up, and then the
+    connection breaks with this error, or the response ends as if nothing had been, with these bytes."""
 
-    breaks = True
     asked = 0
 
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or "completions" not in path:
-            return await super().open(method, path, headers, body, **more)
-        self.asked += 1
-        asyncio.get_running_loop().call_later(0.45, self.give_up, self.open_replies.copy())
-        return await super().open(method, path, headers, body, **more)
+    def __init__(self, server: StubServer, end: bytes | BrokenError) -> None:
+        self._server, self._end = server, end
+        server.respond = self.respond
+
+    async def respond(self, path: str, body: bytes) -> None:
+        if "completions" in path:
+            self.asked += 1
+            asyncio.get_running_loop().call_later(0.45, self.give_up, self._server.open_replies.copy())
 
     def give_up(self, before: set[MemoryReply]) -> None:
-        ids = list(self.core.listeners)
-        self.core.listeners.clear()
+        core = self._server.core
+        ids = list(core.listeners)
+        core.listeners.clear()
         for id in ids:
-            self.core.abort(id)
-        for reply in self.open_replies - before:
-            reply.put(BrokenError("ConnectionResetError") if self.breaks else ABORTED + DONE)
+            core.abort(id)
+        for reply in self._server.open_replies - before:
+            reply.put(self._end)
             reply.put(b"")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_request_that_a_failing_server_aborts_goes_elsewhere(stream: bool) -> None:
-    def change(servers: list[StubServer]) -> None:
-        servers[0].__class__ = Aborts
-
-    async def scenario(fleet: Fleet) -> None:
-        answers = await asyncio.gather(*(fleet.complete(max_tokens=8, stream=stream) for _ in range(4)))
-        assert [answer.status_code for answer in answers] == [200] * 4
-        assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 8)] * 4
-        assert fleet.servers[0].asked > 0  # type: ignore[attr-defined]
-
-    gateway(scenario, change=change)
+@on(gateway)
+async def test_request_that_a_failing_server_aborts_goes_elsewhere(fleet: Fleet, stream: bool) -> None:
+    aborts = Aborts(fleet.servers[0], BrokenError("ConnectionResetError"))
+    answers = await asyncio.gather(*(fleet.complete(max_tokens=8, stream=stream) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 8)] * 4
+    assert aborts.asked > 0
 
 
-def test_response_of_an_aborted_request_that_ends_all_the_same_is_no_completion() -> None:
-    def change(servers: list[StubServer]) -> None:
-        servers[0].__class__ = Aborts
-        servers[0].breaks = False  # type: ignore[attr-defined]
-
-    async def scenario(fleet: Fleet) -> None:
-        await fleet.complete(max_tokens=8, stream=True)
-        (end,) = fleet.of(Finished)
-        assert (end.outcome, end.reason) == ("cancelled", "aborted")
-
-    gateway(scenario, servers=1, change=change)
+@on(gateway, servers=1)
+async def test_response_of_an_aborted_request_that_ends_all_the_same_is_no_completion(fleet: Fleet) -> None:
+    Aborts(fleet.servers[0], ABORTED + DONE)
+    await fleet.complete(max_tokens=8, stream=True)
+    (end,) = fleet.of(Finished)
+    assert (end.outcome, end.reason) == ("cancelled", "aborted")

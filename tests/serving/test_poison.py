@@ -4,53 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
 from rubato.core.events import Finished, Left
-from rubato.fleet.upstream import BrokenError, Headers
+from rubato.fleet.upstream import BrokenError
 from tests.kit import on
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import MemoryReply, StubServer
+from tests.stubs.vllm_server import MemoryReply, StubServer, reply_of
 
 SECONDS = 4.0
 POISON = "poison"
 ERROR = b'data: {"error":{"message":"odd","type":"BadRequestError","code":500}}\n\ndata: [DONE]\n\n'
 
 
-class Fails(StubServer):
-    """Fails at a request that says how."""
-
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        if method != "POST" or POISON.encode() not in body or self.down:
-            return await super().open(method, path, headers, body, **more)
-        kind = body.partition(POISON.encode())[2][1:].partition(b'"')[0].decode()
-        reply = MemoryReply(200, "text/event-stream")
-        self.open_replies.add(reply)
-        if kind.isdecimal():
-            reply.status = int(kind)
-            reply.put(b'{"error":{"message":"odd"}}')
-            reply.put(b"")
-        elif kind == "error":
-            reply.put(ERROR)
-            reply.put(b"")
-        elif kind == "closed":
-            raise BrokenError("ServerDisconnectedError")
-        elif kind == "broken":
-            reply.put(BrokenError("ConnectionResetError"))
-        elif kind == "dies":
-            self.kill()
-        elif kind == "hangs":
-            self.hangs = self.core.silent = True
-            for open_ in self.open_replies:
-                open_.flows.clear()
-        return reply
+async def fail(server: StubServer, path: str, body: bytes) -> MemoryReply | None:
+    """At a request that says how."""
+    if POISON.encode() not in body:
+        return None
+    kind = body.partition(POISON.encode())[2][1:].partition(b'"')[0].decode()
+    if kind.isdecimal():
+        return reply_of(b'{"error":{"message":"odd"}}', status=int(kind))
+    if kind == "error":
+        return reply_of(ERROR, kind="text/event-stream")
+    if kind == "closed":
+        raise BrokenError("ServerDisconnectedError")
+    if kind == "broken":
+        return reply_of(BrokenError("ConnectionResetError"), kind="text/event-stream")
+    reply = reply_of(kind="text/event-stream", ends=False)
+    server.open_replies.add(reply)
+    if kind == "dies":
+        server.kill()
+    elif kind == "hangs":
+        server.hangs = server.core.silent = True
+        for open_ in server.open_replies:
+            open_.flows.clear()
+    return reply
 
 
 def change(servers: list[StubServer]) -> None:
     for server in servers:
-        server.__class__ = Fails
+        server.respond = partial(fail, server)
 
 
 def served(kind: str | None, linked: bool) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -19,14 +20,14 @@ import pytest
 from rubato.cli.main import main
 from rubato.core.server_url import connection_failure
 from rubato.engines.simulated import Engine
-from rubato.fleet.upstream import Headers, UpstreamError, error_code
+from rubato.fleet.upstream import UpstreamError, error_code
 from rubato.serving.logs import JsonFormatter, TextFormatter
 from rubato.wire.link_keys import TOKEN_ENV
 from tests.kit import on
 from tests.kit.apps import Edge, edge
 from tests.kit.asgi import key, tenant
 from tests.kit.gateways import Fleet, gateway
-from tests.stubs.vllm_server import MemoryReply, StubServer
+from tests.stubs.vllm_server import MemoryReply, reply_of
 
 PROMPT, TENANT, SERVER, LINK, HOST = (f"canary{what}" for what in ("prompt", "tenant", "server", "link", "host"))
 CANARIES = (PROMPT, f"sk-{TENANT}", SERVER, LINK, HOST)
@@ -78,42 +79,28 @@ async def assert_unseen(http: httpx2.AsyncClient, records: Records) -> None:
         assert_without(shown(await http.get("/board.json", headers=key(who))), may=may)
 
 
-class Speaking:
-    """A stub server that repeats a prompt in all that goes wrong, and its own address, too."""
-
-    def __init__(self, server: StubServer, fault: str) -> None:
-        self._server, self._fault, self._open = server, fault, server.open
-
-    async def open(self, method: str, path: str, headers: Headers, body: bytes, **more: Any) -> MemoryReply:
-        said = f"cannot serve {PROMPT} at http://{HOST}0"
-        fault = self._fault if method == "POST" and "completions" in path else ""
-        if path == "/elsewhere":
-            fault = "307"
-        if fault.isdecimal():
-            reply = MemoryReply(int(fault), "application/json")
-            reply.headers = [*reply.headers, ("location", f"http://{HOST}0/{PROMPT}")]
-            reply.put(orjson.dumps({"error": {"message": said, "type": "KindOfError", "code": int(fault)}}))
-            reply.put(b"")
-            return reply
-        if fault == "refused":
-            raise UpstreamError(connection_failure(OSError(f"Cannot connect to host {HOST}0:80")))
-        if fault in ("error", "late error", "no JSON", "breaks"):
-            reply = MemoryReply(200, "text/event-stream")
-            if fault != "error":
-                text = {"delta": {"content": "la "}} if "chat" in path else {"text": "la "}
-                reply.put(
-                    b"data: " + orjson.dumps({"choices": [{"index": 0, **text, "finish_reason": None}]}) + b"\n\n"
-                )
-            if fault == "breaks":
-                reply.put(UpstreamError(connection_failure(ConnectionResetError(104, f"{HOST}0"))))
-            elif fault == "no JSON":
-                reply.put(f'data: {{"error": {said}}}\n\n'.encode())
-            else:
-                error = {"error": {"message": said, "type": f"{PROMPT} at length"}}
-                reply.put(b"data: " + json.dumps(error).encode() + b"\n\n")
-            reply.put(b"")
-            return reply
-        return await self._open(method, path, headers, body, **more)
+async def speak(fault: str, path: str, body: bytes) -> MemoryReply | None:
+    """Repeat the prompt in all that goes wrong, and the server's own address, too."""
+    said = f"cannot serve {PROMPT} at http://{HOST}0"
+    fault = "307" if path == "/elsewhere" else fault if "completions" in path else ""
+    if fault.isdecimal():
+        error = {"error": {"message": said, "type": "KindOfError", "code": int(fault)}}
+        reply = reply_of(orjson.dumps(error), status=int(fault))
+        reply.headers = [*reply.headers, ("location", f"http://{HOST}0/{PROMPT}")]
+        return reply
+    if fault == "refused":
+        raise UpstreamError(connection_failure(OSError(f"Cannot connect to host {HOST}0:80")))
+    error = {"error": {"message": said, "type": f"{PROMPT} at length"}}
+    ends: dict[str, bytes | UpstreamError] = {
+        "breaks": UpstreamError(connection_failure(ConnectionResetError(104, f"{HOST}0"))),
+        "no JSON": f'data: {{"error": {said}}}\n\n'.encode(),
+        **dict.fromkeys(("error", "late error"), b"data: " + json.dumps(error).encode() + b"\n\n"),
+    }
+    if fault not in ends:
+        return None
+    text = {"delta": {"content": "la "}} if "chat" in path else {"text": "la "}
+    chunk = b"data: " + orjson.dumps({"choices": [{"index": 0, **text, "finish_reason": None}]}) + b"\n\n"
+    return reply_of(*([] if fault == "error" else [chunk]), ends[fault], kind="text/event-stream")
 
 
 FAULTS = ["", "400", "307", "429", "500", "501", "503", "refused", "error", "late error", "no JSON", "breaks"]
@@ -124,11 +111,9 @@ FAULTS = ["", "400", "307", "429", "500", "501", "503", "refused", "error", "lat
 def test_a_gateways_servers_that_repeat_a_prompt_are_heard_by_nobody(
     fault: str, linked: bool, records: Records
 ) -> None:
-    def speak(servers: list[StubServer]) -> None:
-        for server in servers:
-            setattr(server, "open", Speaking(server, fault).open)  # noqa: B010  # a method of one stub
-
     async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers:
+            server.respond = partial(speak, fault)
         said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
         streams = fault in ("error", "late error", "no JSON", "breaks")
         fields: dict[str, Any] = {"stream": streams, "tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -149,7 +134,7 @@ def test_a_gateways_servers_that_repeat_a_prompt_are_heard_by_nobody(
         assert all(head["authorization"] == f"Bearer {SERVER}" for head in heads)
         await assert_unseen(fleet.http, records)
 
-    gateway(scenario, host=HOST, change=speak, tenants=PEOPLE, key=SERVER, linked=linked)
+    gateway(scenario, host=HOST, tenants=PEOPLE, key=SERVER, linked=linked)
     if fault in ("500", "501", "503"):
         assert any(f"answered {fault} (KindOfError)" in line for _, line in records.lines)
 
@@ -170,19 +155,15 @@ async def test_a_gateway_that_loses_all_its_servers_names_none_to_clients(fleet:
     await assert_unseen(fleet.http, records)
 
 
-def test_a_servers_error_is_logged_whole_at_level_debug_alone(records: Records) -> None:
-    def speak(servers: list[StubServer]) -> None:
-        for server in servers:
-            setattr(server, "open", Speaking(server, "503").open)  # noqa: B010  # a method of one stub
-
-    async def scenario(fleet: Fleet) -> None:
-        assert (await fleet.chat()).status_code == 500
-        logging.getLogger().setLevel(logging.DEBUG)
-        assert not any(PROMPT in line for _, line in records.lines)
-        assert (await fleet.chat()).status_code == 500
-        assert any(PROMPT in line for _, line in records.lines)
-
-    gateway(scenario, change=speak)
+@on(gateway)
+async def test_server_s_error_is_logged_whole_at_level_debug_alone(fleet: Fleet, records: Records) -> None:
+    for server in fleet.servers:
+        server.respond = partial(speak, "503")
+    assert (await fleet.chat()).status_code == 500
+    logging.getLogger().setLevel(logging.DEBUG)
+    assert not any(PROMPT in line for _, line in records.lines)
+    assert (await fleet.chat()).status_code == 500
+    assert any(PROMPT in line for _, line in records.lines)
 
 
 @pytest.mark.parametrize(

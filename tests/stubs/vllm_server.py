@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -49,7 +49,7 @@ from rubato.wire.messages import (
     encode,
 )
 
-__all__ = ["FIRST_WORD_ID", "STREAM_EVENTS", "MemoryLink", "MemoryReply", "StubCore", "StubServer"]
+__all__ = ["FIRST_WORD_ID", "STREAM_EVENTS", "MemoryLink", "MemoryReply", "StubCore", "StubServer", "reply_of"]
 
 
 class StubCore(SimulatedCore):
@@ -242,12 +242,26 @@ class MemoryReply(SimulatedReply):
         super().close()
 
 
+def reply_of(
+    *parts: bytes | UpstreamError, status: int = 200, kind: str = "application/json", ends: bool = True
+) -> MemoryReply:
+    """A response of these parts, which ends or stays open."""
+    reply = MemoryReply(status, kind)
+    for part in (*parts, *([b""] if ends else [])):
+        reply.put(part)
+    return reply
+
+
+Respond = Callable[[str, bytes], Awaitable[MemoryReply | None]]
+
+
 class StubServer(SimulatedApi):
     """The API server of a core, in this process (`upstream.Upstream`). down: nobody listens. broken: the next requests
     are answered with this status; final: which says that no retry helps. cut: the stream of the next request breaks off
     after so many tokens. merged: so many come in its first chunk. metrics: the text of that page; empty:
     it has none; no_metrics: it does not come. pages: answers in the place of its own, by path: status and body; status
-    0: none that is HTTP. servers: all of them, by name, for those that read each other's KV."""
+    0: none that is HTTP. respond: its answer to a request, by path and body, in the place of its own; None: its own.
+    servers: all of them, by name, for those that read each other's KV."""
 
     servers: ClassVar[dict[str, StubServer]] = {}
     core: StubCore
@@ -276,6 +290,7 @@ class StubServer(SimulatedApi):
         self.metrics = ""
         self.no_metrics = False
         self.pages: dict[str, tuple[int, bytes]] = {}
+        self.respond: Respond | None = None
         self.name = f"engine {len(self.servers)}"
         self.servers[self.name] = self
 
@@ -286,6 +301,9 @@ class StubServer(SimulatedApi):
         path, _, query = path.partition("?")
         if self.down:
             raise UnreachableError("ConnectionRefusedError")
+        if self.respond is not None and (reply := await self.respond(path, body)) is not None:
+            self.open_replies.add(reply)
+            return reply
         if method == "POST":
             self.is_working = is_working
         if self.hangs or (self.no_metrics and path == "/metrics") or (self.mute and method == "POST"):
