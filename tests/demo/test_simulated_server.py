@@ -20,6 +20,7 @@ from rubato.demo.simulated_core import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PRO
 from rubato.demo.simulated_server import core_of, fit_model, parser
 from rubato.fleet.server_probe import KV_USAGE, with_cache
 from rubato.latency import profiles
+from tests.kit import on_virtual_clock
 
 
 def ask(method: str, path: str, body: Any = None) -> tuple[int, bytes, float]:
@@ -139,10 +140,8 @@ def test_what_it_has_learnt_of_its_steps_is_near_the_profile(seqs: int, chunk: i
         (["--policy", "smart_spec"], "draft"),
     ],
 )
-def test_server_that_cannot_be_says_why(asked: list[str], message: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ValueError, match=message):
-            core_of(parser().parse_args(asked), VirtualClock())
-        await asyncio.sleep(0)
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_server_that_cannot_be_says_why(asked: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        core_of(parser().parse_args(asked), VirtualClock())
+    await asyncio.sleep(0)

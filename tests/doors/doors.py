@@ -318,7 +318,7 @@ def asked_of_doors(cases: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("door", "case"), params)
 
 
-def at(door: Any, scenario: Callable[[Door], Awaitable[None]], **settings: Any) -> None:
+def at(scenario: Callable[[Door], Awaitable[None]], *, door: Any, **settings: Any) -> None:
     """Run a scenario at one door, of a fresh server, whatever its clock."""
 
     async def main() -> None:

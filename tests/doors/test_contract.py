@@ -353,7 +353,7 @@ def test_door_given_a_request_answers_right(door: Any, case: Case) -> None:
             assert missed == before[1]
         assert opened.in_flight() == opened.places() == 0
 
-    at(door, scenario, **({"tenants": TENANTS} if case.tenants and door.checks_keys else {}), **case.settings)
+    at(scenario, door=door, **({"tenants": TENANTS} if case.tenants and door.checks_keys else {}), **case.settings)
 
 
 def _check_error(case: Case, answer: Answer) -> None:

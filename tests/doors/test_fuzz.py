@@ -218,7 +218,7 @@ def asked(door: Any, requests: list[Fuzzed], *, keyed: bool) -> list[Answer]:
         right = await opened.ask(body={"n": 8}, headers=BULK)  # as many as this key may have at once
         assert right.status == 200
 
-    at(door, scenario, **({"tenants": TENANTS} if keyed else {}))
+    at(scenario, door=door, **({"tenants": TENANTS} if keyed else {}))
     return answers
 
 

@@ -12,6 +12,7 @@ import pytest
 from rubato.core.clock import ARRIVAL
 from rubato.engines.vllm import link
 from tests.doors.doors import Door, Gateway, OwnServer, Picker, asked_of_doors, at
+from tests.kit import on
 
 TEXT = "/v1/completions"
 PROMPT = "x" * 10  # as many tokens, or some fewer where they are estimated
@@ -97,22 +98,20 @@ def test_tenant_beyond_its_limit_is_refused_until_there_is_room(
         assert (other.status, [name for name in other.headers if name.startswith("x-ratelimit")]) == (200, [])
         assert "x-ratelimit-limit-requests" not in (await ask({}, "nobody")).headers
 
-    at(door, scenario, tenants={"a": {"keys": ["a-key"], **case.quota}, "b": {"keys": ["b-key"]}})
+    at(scenario, door=door, tenants={"a": {"keys": ["a-key"], **case.quota}, "b": {"keys": ["b-key"]}})
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("door", [OwnServer, Gateway, Picker], ids=lambda door: door.name)
-def test_full_door_refuses_with_a_time_to_come_again(door: Any, stream: bool) -> None:
-    async def scenario(opened: Door) -> None:
-        answers = await asyncio.gather(*(opened.ask(TEXT, {"stream": stream}) for _ in range(5)))
-        assert sorted(answer.status for answer in answers) == [200, 200, 429, 429, 429]
-        for refused in [answer for answer in answers if answer.status == 429]:
-            assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
-            assert int(refused.headers["retry-after"]) >= 1
-            assert (refused.error["type"], refused.error["code"]) == ("rate_limit_error", "rejected-saturated")
-        assert (await opened.ask(TEXT, {"stream": stream})).status == 200
-        counts = [opened.count(f"rubato_requests_{name}_total") for name in ("offered", "finished", "refused")]
-        assert counts == [6, 6, 3]
-        assert opened.in_flight() == opened.places() == 0
-
-    at(door, scenario, max_in_flight=2)
+@on(at, "door", max_in_flight=2)
+async def test_full_door_refuses_with_a_time_to_come_again(opened: Door, stream: bool) -> None:
+    answers = await asyncio.gather(*(opened.ask(TEXT, {"stream": stream}) for _ in range(5)))
+    assert sorted(answer.status for answer in answers) == [200, 200, 429, 429, 429]
+    for refused in [answer for answer in answers if answer.status == 429]:
+        assert refused.headers["x-rubato-reject-reason"] == "rejected-saturated"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (refused.error["type"], refused.error["code"]) == ("rate_limit_error", "rejected-saturated")
+    assert (await opened.ask(TEXT, {"stream": stream})).status == 200
+    counts = [opened.count(f"rubato_requests_{name}_total") for name in ("offered", "finished", "refused")]
+    assert counts == [6, 6, 3]
+    assert opened.in_flight() == opened.places() == 0

@@ -21,7 +21,7 @@ from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
 from rubato.fleet.ray_host import CLOSE_S, MAX_SILENCE_S, RayHost, ray_cluster
 from rubato.wire.messages import HEARTBEAT_S
-from tests.kit import Linear, request
+from tests.kit import Linear, on_virtual_clock, request
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=400, block_size=16)
 OUTPUT = 400  # tokens; about 1.7 s
@@ -136,60 +136,53 @@ def test_a_frozen_replica_is_lost_and_what_it_says_later_is_not_heard(
         assert text == "".join(WORDS[i % len(WORDS)] for i in range(1, OUTPUT + 1))
 
 
-def test_a_replica_with_nothing_to_tell_is_not_silent(killed: list[Process]) -> None:
-    async def main() -> None:
-        cluster, _, _ = fleet()
-        await cluster.start()
-        await cluster.clock.sleep_until(20 * MAX_SILENCE_S, 0)
-        assert list(cluster.hosts) == ["r0", "r1"]
-        assert killed == []
-        assert all(host.view().as_of >= 20 * MAX_SILENCE_S - 2 * HEARTBEAT_S for host in cluster.hosts.values())
-        await cluster.close()
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_a_replica_with_nothing_to_tell_is_not_silent(killed: list[Process]) -> None:
+    cluster, _, _ = fleet()
+    await cluster.start()
+    await cluster.clock.sleep_until(20 * MAX_SILENCE_S, 0)
+    assert list(cluster.hosts) == ["r0", "r1"]
+    assert killed == []
+    assert all(host.view().as_of >= 20 * MAX_SILENCE_S - 2 * HEARTBEAT_S for host in cluster.hosts.values())
+    await cluster.close()
 
 
-def test_a_controller_that_was_stopped_loses_nobody(killed: list[Process]) -> None:
+@on_virtual_clock
+async def test_a_controller_that_was_stopped_loses_nobody(killed: list[Process]) -> None:
     """It wakes up a minute later: no report has come meanwhile, and its timers are due before any does."""
-
-    async def main() -> None:
-        cluster, processes, events = fleet()
-        await cluster.start()
-        offer_four(cluster)
-        for _ in range(3):
-            await cluster.clock.sleep_until(cluster.clock.now() + 0.3, 0)
-            for process in processes:
-                process.freeze()
-            stop_everything(60.0)
-            await cluster.clock.sleep_until(cluster.clock.now() + 2 * HEARTBEAT_S, 0)
-            for process in processes:
-                process.thaw()
-        await cluster.drain()
-        assert killed == []
-        assert len([e for e in events if isinstance(e, Placed)]) == 4
-        assert outcomes(events) == {f"q{n}": ("completed", OUTPUT) for n in range(4)}
-        await cluster.close()
-
-    run_virtual(main())
-
-
-def test_closing_does_not_wait_for_the_frozen(killed: list[Process]) -> None:
-    async def main() -> None:
-        cluster, processes, events = fleet()
-        await cluster.start()
-        offer_four(cluster)
-        await cluster.clock.sleep_until(0.8, 0)
+    cluster, processes, events = fleet()
+    await cluster.start()
+    offer_four(cluster)
+    for _ in range(3):
+        await cluster.clock.sleep_until(cluster.clock.now() + 0.3, 0)
         for process in processes:
             process.freeze()
-        began = cluster.clock.now()
-        await cluster.close()
-        assert cluster.clock.now() - began <= 2 * CLOSE_S
-        assert {outcome for outcome, _ in outcomes(events).values()} == {"failed"}
-        assert cluster.finished == cluster.offered == 4
-        assert cluster.in_flight == 0
-        assert set(killed) == set(processes)
+        stop_everything(60.0)
+        await cluster.clock.sleep_until(cluster.clock.now() + 2 * HEARTBEAT_S, 0)
+        for process in processes:
+            process.thaw()
+    await cluster.drain()
+    assert killed == []
+    assert len([e for e in events if isinstance(e, Placed)]) == 4
+    assert outcomes(events) == {f"q{n}": ("completed", OUTPUT) for n in range(4)}
+    await cluster.close()
 
-    run_virtual(main())
+
+@on_virtual_clock
+async def test_closing_does_not_wait_for_the_frozen(killed: list[Process]) -> None:
+    cluster, processes, events = fleet()
+    await cluster.start()
+    offer_four(cluster)
+    await cluster.clock.sleep_until(0.8, 0)
+    for process in processes:
+        process.freeze()
+    began = cluster.clock.now()
+    await cluster.close()
+    assert cluster.clock.now() - began <= 2 * CLOSE_S
+    assert {outcome for outcome, _ in outcomes(events).values()} == {"failed"}
+    assert cluster.finished == cluster.offered == 4
+    assert cluster.in_flight == 0
+    assert set(killed) == set(processes)
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rubato.core.clock import run_virtual
 from rubato.core.events import Finished
 from rubato.core.server_url import PROBE
 from rubato.fleet import server_probe
 from rubato.fleet.upstream import Headers
 from tests.doors.doors import TENANTS, Door, InVLLM, OwnServer
+from tests.kit import on_virtual_clock
 from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, reply_of
 
@@ -63,26 +63,24 @@ class Asked:
 
 @pytest.mark.parametrize("kind", [OwnServer, InVLLM])
 @pytest.mark.parametrize("tenants", [{}, TENANTS])
-def test_questions_of_a_gateway_are_no_errors_of_clients(kind: Any, tenants: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with kind.opened({"tenants": tenants} if tenants else {}) as door:
-            server = Asked(door)
-            about = {"stub": {"id": "stub"}}
-            for ask in (
-                server_probe.ready_models("s", server),
-                server_probe.link_address("s", server),
-                server_probe.about("s", server, None, None, about, "stub"),
-                server_probe.kv_used(server),
-            ):
-                await asyncio.gather(ask, return_exceptions=True)
-            assert [status for status in server.statuses if 400 <= status < 500]
-            assert door.count("rubato_client_errors_total") == 0
-            for path in ("/rubato/link", "/rubato/link"):
-                asked = await door.open("GET", path, {}, b"", False)
-                assert 400 <= asked.status < 500
-            assert door.count("rubato_client_errors_total") == 2
-            key = {"authorization": "Bearer acme-key"}
-            await door.open("POST", "/v1/completions", {PROBE: "1", **key}, b"[", False)
-            assert door.count("rubato_client_errors_total") == 3  # no question of a gateway's
-
-    run_virtual(main())
+@on_virtual_clock
+async def test_questions_of_a_gateway_are_no_errors_of_clients(kind: Any, tenants: dict[str, Any]) -> None:
+    async with kind.opened({"tenants": tenants} if tenants else {}) as door:
+        server = Asked(door)
+        about = {"stub": {"id": "stub"}}
+        for ask in (
+            server_probe.ready_models("s", server),
+            server_probe.link_address("s", server),
+            server_probe.about("s", server, None, None, about, "stub"),
+            server_probe.kv_used(server),
+        ):
+            await asyncio.gather(ask, return_exceptions=True)
+        assert [status for status in server.statuses if 400 <= status < 500]
+        assert door.count("rubato_client_errors_total") == 0
+        for path in ("/rubato/link", "/rubato/link"):
+            asked = await door.open("GET", path, {}, b"", False)
+            assert 400 <= asked.status < 500
+        assert door.count("rubato_client_errors_total") == 2
+        key = {"authorization": "Bearer acme-key"}
+        await door.open("POST", "/v1/completions", {PROBE: "1", **key}, b"[", False)
+        assert door.count("rubato_client_errors_total") == 3  # no question of a gateway's
