@@ -23,6 +23,7 @@ from rubato.simulation.simulated_host import HostOptions
 from tests.core import test_speculation
 from tests.fleet import test_cluster, test_handoff
 from tests.kit import Linear, integrity, request, run_spec
+from tests.kit.clusters import offer
 from tests.policies import test_properties
 from tests.simulation import test_equal
 
@@ -46,13 +47,13 @@ HARNESSES: dict[str, tuple[object, str, Callable[[], object]]] = {
     "speculation, replica": (integrity, "check", lambda: test_speculation.run("vllm_spec", LOAD.requests, {})),
     "hand-off, replica": (
         integrity, "check",
-        lambda: test_handoff.scenario([(0.0, test_handoff.offer(request("a", 20)))], (1, 1)),
+        lambda: test_handoff.scenario([(0.0, offer(request("a", 20)))], (1, 1)),
     ),
     "simulated host, replica": (
         integrity, "check", lambda: test_equal.run_fast(LOAD.requests, LOAD.truth, FAST),
     ),
     "worker, books": (
-        test_cluster, "check_books", lambda: test_cluster.scenario([(0.0, test_cluster.offer(request("a")))]),
+        integrity, "check_cluster", lambda: test_cluster.scenario([(0.0, offer(request("a")))]),
     ),
 }  # fmt: skip
 
@@ -71,7 +72,7 @@ def test_books_that_do_not_balance_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(AssertionError):
         test_properties.run(LOAD, "edf")
     with pytest.raises(AssertionError):
-        test_cluster.scenario([(0.0, test_cluster.offer(request("a")))])
+        test_cluster.scenario([(0.0, offer(request("a")))])
 
 
 class Meddling(test_properties.Amnesiac):

@@ -69,7 +69,7 @@ def serve(
 
         cluster = Cluster([make_host] * replicas, router, now, lengths=lengths, fair=fair)
         cluster.listen(events.append)
-        cluster.listen(lambda _: check(cluster))
+        cluster.listen(lambda _: integrity.check_cluster(cluster))
         ahead = list(later)
         all_offered = asyncio.Event()
 
@@ -106,14 +106,6 @@ def serve(
 
 def offered(request: Request) -> Act:
     return request.arrival, lambda cluster: cluster.offer(replace(request, arrival=cluster.clock.now()))
-
-
-def check(cluster: Cluster) -> None:
-    assert cluster.offered == cluster.finished + cluster.in_flight
-    for host in cluster.hosts.values():
-        assert isinstance(host, LocalHost)
-        if host.replica is not None:
-            integrity.check(host.replica)
 
 
 def out(id: str, tokens: int) -> Callable[[Event], bool]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import replace
 
 import pytest
 
-from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.clock import VirtualClock
 from rubato.core.events import Event, Finished, Offered, Placed, Stepped, Tokens
 from rubato.core.plan import Batch, Limits, Plan, StepResult
-from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import cluster_of, local_cluster
 from rubato.fleet.cluster import Cluster, HostLost
@@ -21,15 +20,16 @@ from rubato.fleet.event_bus import Listener
 from rubato.fleet.local_host import LocalHost
 from rubato.policies import load, load_router
 from tests.kit import Linear, request
+from tests.kit.clusters import offer, play
+from tests.kit.fleets import Act, cancels
 
-EDF, VLLM = (ClusterOptions(PolicyChoice(name)) for name in ("edf", "vllm"))
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
 
 class Breaks(Engine):
     """Fails at these steps (counted from 1); `starts` counts restarts."""
 
-    def __init__(self, clock: VirtualClock, at: set[int]) -> None:
+    def __init__(self, clock: VirtualClock, at: Container[int]) -> None:
         super().__init__(Linear(), LIMITS, clock)
         self.at, self.steps, self.starts = at, 0, 0
 
@@ -45,42 +45,20 @@ class Breaks(Engine):
 
 
 def scenario(
-    steps: list[tuple[float, Callable[[Cluster], None]]],
+    acts: list[tuple[float, Act]],
     *,
     policy: str = "vllm",
-    broken: frozenset[int] = frozenset(),
+    broken: Container[int] = (),
     most: int | None = None,
 ) -> tuple[Cluster, list[Event], Breaks]:
-    """Run callbacks at their times, drain, close; the cluster and every event."""
+    """What happens, at its times, to a cluster of one replica; the cluster, every event and its engine."""
+    engines: list[Breaks] = []
 
-    async def main() -> tuple[Cluster, list[Event], Breaks]:
-        clock = VirtualClock()
-        engine = Breaks(clock, set(broken))
-        cluster = local_cluster([engine], [Linear()], clock, ClusterOptions(PolicyChoice(policy), max_in_flight=most))
-        events: list[Event] = []
-        cluster.listen(events.append)
-        cluster.listen(lambda _: check_books(cluster))
-        await cluster.start()
-        for at, act in steps:
-            clock.call_at(at, ARRIVAL, lambda act=act: act(cluster))
-        await clock.sleep_until(max(at for at, _ in steps), ARRIVAL)
-        await cluster.drain()
-        await cluster.close()
-        return cluster, events, engine
+    def build(clock: VirtualClock) -> Cluster:
+        engines.append(Breaks(clock, broken))
+        return local_cluster(engines, [Linear()], clock, ClusterOptions(PolicyChoice(policy), max_in_flight=most))
 
-    return run_virtual(main())
-
-
-def check_books(cluster: Cluster) -> None:
-    assert cluster.offered == cluster.finished + cluster.in_flight
-
-
-def offer(*requests: Request) -> Callable[[Cluster], None]:
-    def act(cluster: Cluster) -> None:
-        for each in requests:
-            cluster.offer(each)
-
-    return act
+    return *play(build, acts), engines[0]
 
 
 def ends(events: list[Event]) -> dict[str, Finished]:
@@ -91,7 +69,7 @@ def ends(events: list[Event]) -> dict[str, Finished]:
 
 def test_a_broken_step_fails_its_requests_and_the_next_are_served() -> None:
     steps = [(0.0, offer(request("a"), request("b"))), (1.0, offer(request("c")))]
-    cluster, events, engine = scenario(steps, broken=frozenset({3}))
+    cluster, events, engine = scenario(steps, broken={3})
     assert {id: e.outcome for id, e in ends(events).items()} == {"a": "failed", "b": "failed", "c": "completed"}
     assert "the device fell off" in ends(events)["a"].reason
     assert engine.starts == 2
@@ -100,7 +78,7 @@ def test_a_broken_step_fails_its_requests_and_the_next_are_served() -> None:
 
 def test_an_engine_that_goes_on_failing_is_given_up() -> None:
     steps = [(i * 1.0, offer(request(f"r{i}"))) for i in range(5)]
-    cluster, events, _ = scenario(steps, broken=frozenset(range(1, 100)))
+    cluster, events, _ = scenario(steps, broken=range(1, 100))
     assert cluster.dead.is_set()
     assert isinstance(cluster.error, RuntimeError)
     assert {e.outcome for e in ends(events).values()} == {"failed"}
@@ -145,38 +123,27 @@ def test_beyond_max_in_flight_is_refused_at_once() -> None:
 
 
 def test_what_comes_while_draining_is_refused() -> None:
-    async def main() -> list[Event]:
-        clock = VirtualClock()
-        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, EDF)
-        events: list[Event] = []
-        cluster.listen(events.append)
-        await cluster.start()
-        cluster.offer(request("a"))
-        draining = asyncio.create_task(cluster.drain())
-        await asyncio.sleep(0.01)
-        cluster.offer(request("late", arrival=0.01))
-        await draining
-        await cluster.close()
-        return events
+    draining: list[asyncio.Task[None]] = []
 
-    found = ends(run_virtual(main()))
+    def drain(cluster: Cluster) -> None:
+        draining.append(asyncio.ensure_future(cluster.drain()))
+
+    steps = [(0.0, offer(request("a"))), (0.0, drain), (0.01, offer(request("late", arrival=0.01)))]
+    found = ends(scenario(steps, policy="edf")[1])
+    assert draining[0].done()
     assert found["a"].outcome == "completed"
     assert (found["late"].outcome, found["late"].reason) == ("refused", "rejected-shutting-down")
 
 
 def test_closing_ends_what_is_in_flight() -> None:
-    async def main() -> list[Event]:
-        clock = VirtualClock()
-        cluster = local_cluster([Engine(Linear(), LIMITS, clock)], [Linear()], clock, VLLM)
-        events: list[Event] = []
-        cluster.listen(events.append)
-        await cluster.start()
-        cluster.offer(request("a", most=100))
-        await asyncio.sleep(0.1)
-        await cluster.close()
-        return events
+    closing: list[asyncio.Task[None]] = []
 
-    assert ends(run_virtual(main()))["a"].outcome == "failed"
+    def close(cluster: Cluster) -> None:
+        closing.append(asyncio.ensure_future(cluster.close()))
+
+    _, events, _ = scenario([(0.0, offer(request("a", most=100))), (0.1, close)])
+    assert ends(events)["a"].outcome == "failed"
+    assert closing[0].done()
 
 
 def test_tokens_come_before_the_end_and_nothing_after() -> None:
@@ -276,32 +243,23 @@ class Dies(LocalHost):
 def lose(hosts: int) -> tuple[Cluster, list[Event]]:
     """a to d begin at r0, which dies at 0.2; a and b are cancelled at 0.3; the loss is noticed at 0.4."""
 
-    async def main() -> tuple[Cluster, list[Event]]:
-        clock = VirtualClock()
-
+    def build(clock: VirtualClock) -> Cluster:
         def make(id: str, emit: Listener, lost: HostLost) -> Dies:
             engine = Engine(Linear(), LIMITS, clock)
             return Dies(id, engine, load("vllm"), Linear(), clock, emit=emit, lost=lost, policy="vllm")
 
-        cluster = cluster_of([make] * hosts, clock, VLLM)
-        events: list[Event] = []
-        cluster.listen(events.append)
-        cluster.listen(lambda _: check_books(cluster))
-        await cluster.start()
-        for id in "abcd":
-            cluster.offer(replace(request(id, most=100), group="g"))
-        first = cluster.hosts["r0"]
-        assert isinstance(first, Dies)
-        clock.call_at(0.2, ARRIVAL, first.die)
-        for id in "ab":
-            clock.call_at(0.3, ARRIVAL, lambda id=id: cluster.cancel(id, "client disconnected"))
-        clock.call_at(0.4, ARRIVAL, first.noticed)
-        await clock.sleep_until(0.4, ARRIVAL)
-        await cluster.drain()
-        await cluster.close()
-        return cluster, events
+        return cluster_of([make] * hosts, clock, ClusterOptions(PolicyChoice("vllm")))
 
-    return run_virtual(main())
+    def first(cluster: Cluster) -> Dies:
+        return cluster.hosts["r0"]  # type: ignore[return-value]
+
+    steps: list[tuple[float, Act]] = [
+        (0.0, offer(*(replace(request(id, most=100), group="g") for id in "abcd"))),
+        (0.2, lambda cluster: first(cluster).die()),
+        *[(0.3, cancels(id, "client disconnected")) for id in "ab"],
+        (0.4, lambda cluster: first(cluster).noticed()),
+    ]
+    return play(build, steps)
 
 
 def test_what_a_dead_host_was_asked_to_cancel_does_not_move() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
-from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.clock import VirtualClock
 from rubato.core.event_log import decode, encode, without_content
 from rubato.core.events import Event, Finished, HandedOff, Lost, Placed, Started, Stepped, Tokens, Transferred
 from rubato.core.interfaces import SeqView
@@ -26,7 +25,8 @@ from rubato.replica.plan_check import PlanError
 from rubato.replica.replica import Replica
 from rubato.simulation.simulate import simulate_events
 from tests.kit import Linear, integrity, request, run_spec, run_step
-from tests.kit.fleets import Breaks
+from tests.kit.clusters import offer, play
+from tests.kit.fleets import Act, Breaks, breaks, cancels
 from tests.policies.test_properties import Load, loads, run
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=25, block_size=8)
@@ -209,55 +209,16 @@ def test_what_is_recalled_is_what_was_there_then() -> None:
 # --------------------------------------------------------------------------- between the replicas of a cluster
 
 
-Act = Callable[[Cluster, Sequence[Breaks]], None]
-
-
 def scenario(acts: list[tuple[float, Act]], ratio: tuple[int, int], links: Sequence[KVLink] | None = None,
              fair: FairShare | None = None) -> list[Event]:  # fmt: skip
-    """Under distserve; the events, after every request has ended once and all KV is free."""
-    events: list[Event] = []
+    """The events of a cluster under distserve to which this happens."""
 
-    async def main() -> None:
-        clock = VirtualClock()
+    def build(clock: VirtualClock) -> Cluster:
         engines = [Breaks(Linear(), LIMITS, clock, link=link) for link in links or [LINK] * sum(ratio)]
         choice = PolicyChoice("distserve", router_settings={"prefill": ratio[0], "decode": ratio[1]})
-        models = [Linear() for _ in engines]
-        cluster = local_cluster(engines, models, clock, ClusterOptions(choice, fair=fair))
-        cluster.listen(events.append)
-        cluster.listen(lambda _: check(cluster))
-        await cluster.start()
-        for at, act in acts:
-            clock.call_at(at, ARRIVAL, lambda act=act: act(cluster, engines))
-        await clock.sleep_until(max(at for at, _ in acts), ARRIVAL)
-        await cluster.drain()
-        for host in cluster.hosts.values():
-            await host.drain()
-            assert host.view().kv_free == LIMITS.kv_blocks
-        await cluster.close()
+        return local_cluster(engines, [Linear() for _ in engines], clock, ClusterOptions(choice, fair=fair))
 
-    def check(cluster: Cluster) -> None:
-        assert cluster.offered == cluster.finished + cluster.in_flight
-        for host in cluster.hosts.values():
-            integrity.check(host.replica)  # type: ignore[attr-defined]
-
-    run_virtual(main())
-    assert set(Counter(e.id for e in events if isinstance(e, Finished)).values()) == {1}
-    return events
-
-
-def offer(*requests: Request) -> Act:
-    def act(cluster: Cluster, engines: Sequence[Breaks]) -> None:
-        for each in requests:
-            cluster.offer(each)
-
-    return act
-
-
-def breaks(engine: int, *, dead: bool = False) -> Act:
-    def act(cluster: Cluster, engines: Sequence[Breaks]) -> None:
-        engines[engine].fails, engines[engine].dead = True, dead
-
-    return act
+    return play(build, acts)[1]
 
 
 def of(events: Sequence[Event], kind: type[Event], id: str) -> list[Event]:
@@ -298,11 +259,12 @@ def test_one_token_needs_no_second_replica() -> None:
 def test_a_client_that_leaves_in_the_middle_of_a_transfer_frees_both_ends() -> None:
     free: list[int] = []
 
-    def look(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+    def look(cluster: Cluster) -> None:
         free.extend(host.view().kv_free for host in cluster.hosts.values())
 
-    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
-    events = scenario([(0.0, offer(request("a", 20))), (0.2, look), (0.3, leaves), (0.3, look), (0.9, look)], (1, 1))
+    events = scenario(
+        [(0.0, offer(request("a", 20))), (0.2, look), (0.3, cancels("a")), (0.3, look), (0.9, look)], (1, 1)
+    )
     assert free == [22, 22, 25, 25, 25, 25]
     last = end(events, "a")
     assert (last.outcome, last.at, last.output) == ("cancelled", 0.3, 1)
@@ -329,9 +291,8 @@ def test_a_client_that_leaves_as_it_is_told_of_its_placement(nth: int) -> None:
 
 def test_a_client_that_leaves_after_the_target_began_afresh() -> None:
     """Its Finished does not depend on whom it is on the way to."""
-    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
     x = request("x", 20, most=150)
-    acts = [(0.0, offer(x)), (0.8, offer(request("a", 20))), (1.0, breaks(1)), (1.1, leaves)]
+    acts = [(0.0, offer(x)), (0.8, offer(request("a", 20))), (1.0, breaks(1)), (1.1, cancels("a"))]
     events = scenario(acts, (1, 1))
     assert (end(events, "a").outcome, end(events, "a").at) == ("cancelled", 1.1)
 
@@ -339,7 +300,7 @@ def test_a_client_that_leaves_after_the_target_began_afresh() -> None:
 def test_closing_in_the_middle_of_a_transfer_ends_it_once() -> None:
     closing: list[asyncio.Task[None]] = []
 
-    def close(cluster: Cluster, engines: Sequence[Breaks]) -> None:
+    def close(cluster: Cluster) -> None:
         closing.append(asyncio.ensure_future(cluster.close()))
 
     events = scenario([(0.0, offer(request("a", 20))), (0.2, close)], (1, 1))
@@ -359,8 +320,7 @@ def test_who_finds_no_memory_waits_for_it_where_it_was_prefilled() -> None:
 
 
 def test_a_client_that_leaves_while_its_kv_waits_for_memory() -> None:
-    leaves: Act = lambda cluster, engines: cluster.cancel("a")  # noqa: E731
-    events = scenario([(0.0, offer(FULL)), (1.2, offer(request("a", 98))), (1.4, leaves)], (1, 1))
+    events = scenario([(0.0, offer(FULL)), (1.2, offer(request("a", 98))), (1.4, cancels("a"))], (1, 1))
     last = end(events, "a")
     assert (last.outcome, last.at, last.output) == ("cancelled", 1.4, 1)
     assert last.verdict.ttft == pytest.approx(1.2 + 0.118)

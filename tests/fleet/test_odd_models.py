@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, nan
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rubato.core.clock import ARRIVAL, VirtualClock, run_virtual
+from rubato.core.clock import VirtualClock
 from rubato.core.events import Event, Finished, HandedOff, Transferred
 from rubato.core.plan import Limits, Sample, Shape
 from rubato.core.request import Request
@@ -18,7 +17,8 @@ from rubato.engines.simulated import Engine, KVLink
 from rubato.fleet.build import local_cluster
 from rubato.fleet.cluster import Cluster
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
-from tests.kit import Linear, integrity, request
+from tests.kit import Linear, request
+from tests.kit.clusters import offer, play
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, kv_blocks=50, block_size=8)
 
@@ -50,30 +50,13 @@ def served(
     requests: Sequence[Request], model: Callable[[], Linear] = Odd, policy: str = "edf", replicas: int = 1,
     setup: Callable[[Cluster], None] = lambda cluster: None, act: Callable[[Cluster], None] = lambda cluster: None,
 ) -> list[Event]:  # fmt: skip
-    """The events, once each request has ended; `act` is done at 0.05 s."""
-    events: list[Event] = []
+    """The events; `setup` is done before all else, `act` at 0.05 s."""
 
-    async def main() -> None:
-        clock = VirtualClock()
+    def build(clock: VirtualClock) -> Cluster:
         engines = [Engine(Linear(), LIMITS, clock, link=KVLink(latency=0.03)) for _ in range(replicas)]
-        cluster = local_cluster(engines, [model() for _ in engines], clock, ClusterOptions(PolicyChoice(policy)))
-        cluster.listen(events.append)
-        await cluster.start()
-        setup(cluster)
-        clock.call_at(0.05, ARRIVAL, lambda: act(cluster))
-        for each in requests:
-            await clock.sleep_until(each.arrival, ARRIVAL)
-            cluster.offer(each)
-        await cluster.drain()
-        for host in cluster.hosts.values():
-            await host.drain()
-            integrity.check(host.replica)  # type: ignore[attr-defined]
-            assert host.view().kv_free == LIMITS.kv_blocks
-        await cluster.close()
+        return local_cluster(engines, [model() for _ in engines], clock, ClusterOptions(PolicyChoice(policy)))
 
-    run_virtual(main())
-    assert Counter(e.id for e in events if isinstance(e, Finished)) == Counter(r.id for r in requests)
-    return events
+    return play(build, [(0.0, setup), (0.05, act), *((each.arrival, offer(each)) for each in requests)])[1]
 
 
 def outcomes(events: Sequence[Event]) -> dict[str, str]:

@@ -48,11 +48,13 @@ class Elsewhere(LocalHost):
         self._lose_host(self.id, RuntimeError("gone"), requests)
 
 
-def breaks(replica: int) -> Act:
+def breaks(replica: int, *, dead: bool = False) -> Act:
+    """Has its engine fail its next step, and not start again where it is dead."""
+
     def act(cluster: Cluster) -> None:
         host = cluster.hosts.get(f"r{replica}")
         if isinstance(host, LocalHost):
-            host.engine.fails = True  # type: ignore[attr-defined]
+            host.engine.fails, host.engine.dead = True, dead  # type: ignore[attr-defined]
 
     return act
 
@@ -66,8 +68,8 @@ def vanishes(replica: int) -> Act:
     return act
 
 
-def cancels(id: str) -> Act:
-    return lambda cluster: cluster.cancel(id)
+def cancels(id: str, reason: str = "client disconnected") -> Act:
+    return lambda cluster: cluster.cancel(id, reason)
 
 
 class Disturbances(NamedTuple):

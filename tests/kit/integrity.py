@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rubato.core.plan import blocks_for
+from rubato.fleet.cluster import Cluster
+from rubato.fleet.local_host import LocalHost
 from rubato.replica.kv_blocks import KVBlocks
 from rubato.replica.kv_ledger import KVByBlock, KVCounts
 from rubato.replica.sequence import Seq
@@ -31,6 +33,14 @@ def check(replica: ReplicaState) -> None:
     assert replica.pool.blocks() == full, "the blocks they need"
     for seq in seqs:
         assert seq.cached <= seq.length, "more cached than there is"
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Raise AssertionError unless each request offered is in flight or has ended, and `check` holds of replicas."""
+    assert cluster.offered == cluster.finished + cluster.in_flight
+    for host in cluster.hosts.values():
+        if isinstance(host, LocalHost) and host.replica is not None:
+            check(host.replica)
 
 
 def _check_kv(kv: KVCounts | KVByBlock, holding: Sequence[Seq]) -> None:
