@@ -44,6 +44,15 @@ def made_for(model: Path, policy: str, seed: int, queue: str, **more: Any) -> Ha
     return made
 
 
+def setting(part: str, name: str, value: Any) -> Any:
+    """Of vLLM's configuration."""
+    return lambda config: vars(getattr(config, part)).update({name: value})
+
+
+def one_lora(config: Any) -> None:
+    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
+
+
 def served(made: Harness, seed: int, fields: Fields | None = None) -> Counter[str]:
     """Drive a load; returns the causes of deviations."""
     most = drive(made, seed, fields=fields)
@@ -66,22 +75,16 @@ def served(made: Harness, seed: int, fields: Fields | None = None) -> Counter[st
 def test_lora(model: Path, policy: str, seed: int, queue: str) -> None:
     """No more adapters in a batch than `max_loras`: a request of one more waits, planned or not."""
 
-    def change(config: Any) -> None:
-        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
-
     def fields(rng: random.Random, prompt: int) -> dict[str, Any]:
         which = rng.choice((0, 1, 2, 3))
         return {"lora_request": LoRARequest(f"lora{which}", which, "none")} if which else {}
 
-    made = made_for(model, policy, seed, queue, change=change, seqs=8, tokens=256)
+    made = made_for(model, policy, seed, queue, change=one_lora, seqs=8, tokens=256)
     assert served(made, seed, fields).keys() <= {"lora"}
 
 
 def test_lora_is_what_they_wait_for(model: Path) -> None:
-    def change(config: Any) -> None:
-        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
-
-    made = harness(model, "vllm", blocks=40, change=change)
+    made = harness(model, "vllm", blocks=40, change=one_lora)
     made.exact = False
     for which in (1, 2):
         made.add(f"q{which}", [5] * 20, 3, fields={"lora_request": LoRARequest(f"lora{which}", which, "none")})
@@ -206,10 +209,7 @@ def test_a_request_whose_grammar_is_not_compiled_yet_is_not_in_the_view(model: P
 def test_data_parallel(model: Path, policy: str, seed: int, queue: str) -> None:
     """vLLM holds prefills back in the steps between those in which all engines may begin some."""
 
-    def change(config: Any) -> None:
-        config.parallel_config.data_parallel_size = 2
-
-    made = made_for(model, policy, seed, queue, change=change)
+    made = made_for(model, policy, seed, queue, change=setting("parallel_config", "data_parallel_size", 2))
     schedule, steps = made.scheduler.schedule, iter(range(100_000))
     made.scheduler.schedule = lambda *args: schedule(next(steps) % 3 > 0)
     assert served(made, seed).keys() <= {"data_parallel", "kv"}
@@ -221,69 +221,45 @@ def test_pipeline_parallel_and_asynchronous(model: Path, policy: str, seed: int,
     """With vLLM's V2 model runner: a request's next token is planned as many steps later as there are stages."""
     with_model_runner(2, model, monkeypatch)
 
-    def change(config: Any) -> None:
-        config.parallel_config.pipeline_parallel_size = 2
-
-    made = made_for(model, policy, seed, "async", change=change, depth=3)
-    made.exact = True
-    assert not served(made, seed)
-
-
-@each
-def test_context_parallel(model: Path, policy: str, seed: int, queue: str) -> None:
-    """A block holds the tokens of two GPUs."""
-
-    def change(config: Any) -> None:
-        config.parallel_config.decode_context_parallel_size = 2
-
-    made = made_for(model, policy, seed, queue, change=change)
+    made = made_for(
+        model, policy, seed, "async", change=setting("parallel_config", "pipeline_parallel_size", 2), depth=3
+    )
     made.exact = True
     assert not served(made, seed)
 
 
 # --------------------------------------------------------------------------- vLLM's own rules
 
+AS_PLANNED: list[tuple[str, str, Any]] = [
+    ("parallel_config", "decode_context_parallel_size", 2),  # a block holds the tokens of two GPUs
+    ("scheduler_config", "policy", "priority"),  # which request runs is the policy's, and who is preempted vLLM's
+    ("scheduler_config", "prefill_schedule_interval", 4),  # from 0.33 on: no steps of vLLM's own while a policy plans
+]
+AGAINST_PLAN: list[tuple[str, Any, dict[str, int]]] = [
+    ("long_prefill_token_threshold", 8, {}),
+    ("chunked_prefill_off", False, {"tokens": 256}),
+]
+
 
 @each
-def test_priority(model: Path, policy: str, seed: int, queue: str) -> None:
-    """Which request runs is the policy's; if KV is short against the plan, vLLM preempts by priority."""
-
-    def change(config: Any) -> None:
-        config.scheduler_config.policy = "priority"
-
-    made = made_for(model, policy, seed, queue, change=change)
+@pytest.mark.parametrize(("part", "name", "value"), AS_PLANNED)
+def test_setting_changes_no_plan(
+    model: Path, policy: str, seed: int, queue: str, part: str, name: str, value: Any
+) -> None:
+    made = made_for(model, policy, seed, queue, change=setting(part, name, value))
     made.exact = True
-    assert not served(made, seed, lambda rng, prompt: {"priority": rng.randint(0, 3)})
+    fields = (lambda rng, prompt: {"priority": rng.randint(0, 3)}) if name == "policy" else None
+    assert not served(made, seed, fields)
 
 
 @each
-def test_long_prefill_token_threshold(model: Path, policy: str, seed: int, queue: str) -> None:
-    def change(config: Any) -> None:
-        config.scheduler_config.long_prefill_token_threshold = 8
-
-    made = made_for(model, policy, seed, queue, change=change)
-    assert served(made, seed).keys() <= {"long_prefill_token_threshold", "kv"}
-
-
-@each
-def test_prefill_schedule_interval_is_the_policys(model: Path, policy: str, seed: int, queue: str) -> None:
-    """vLLM's own steps between those that prefill, from 0.33 on: none while a policy plans."""
-
-    def change(config: Any) -> None:
-        config.scheduler_config.prefill_schedule_interval = 4
-
-    made = made_for(model, policy, seed, queue, change=change)
-    made.exact = True
-    assert not served(made, seed)
-
-
-@each
-def test_chunked_prefill_off(model: Path, policy: str, seed: int, queue: str) -> None:
-    def change(config: Any) -> None:
-        config.scheduler_config.enable_chunked_prefill = False
-
-    made = made_for(model, policy, seed, queue, change=change, tokens=256)
-    assert served(made, seed).keys() <= {"chunked_prefill_off", "kv"}
+@pytest.mark.parametrize(("cause", "value", "limits"), AGAINST_PLAN)
+def test_setting_that_changes_plans_is_the_cause(
+    model: Path, policy: str, seed: int, queue: str, cause: str, value: Any, limits: dict[str, int]
+) -> None:
+    name = {"chunked_prefill_off": "enable_chunked_prefill"}.get(cause, cause)
+    made = made_for(model, policy, seed, queue, change=setting("scheduler_config", name, value), **limits)
+    assert served(made, seed).keys() <= {cause, "kv"}
 
 
 @each
@@ -373,20 +349,17 @@ def test_kv_on_its_way_is_moving_and_then_waits_with_it(model: Path, queue: str)
 # --------------------------------------------------------------------------- refused at start
 
 
-def test_a_diffusion_model_is_refused(model: Path) -> None:
-    def change(config: Any) -> None:
-        vars(config.model_config)["is_diffusion"] = True
-
-    with pytest.raises(ValueError, match="Rubato cannot schedule this vLLM: the model is a diffusion model"):
-        harness(model, "edf", blocks=20, change=change)
-
-
-def test_a_worker_that_is_not_vllms_is_refused(model: Path) -> None:
-    def change(config: Any) -> None:
-        config.parallel_config.worker_cls = "vllm_ascend.worker.worker.NPUWorker"
-
-    with pytest.raises(ValueError, match=r"the worker is vllm_ascend.*use a worker of vLLM's own"):
-        harness(model, "edf", blocks=20, change=change)
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [
+        ("model_config", "is_diffusion", True, "Rubato cannot schedule this vLLM: the model is a diffusion model"),
+        ("parallel_config", "worker_cls", "vllm_ascend.worker.worker.NPUWorker",
+         r"the worker is vllm_ascend.*use a worker of vLLM's own"),
+    ],
+)  # fmt: skip
+def test_vllm_that_cannot_be_scheduled_is_refused(model: Path, part: str, name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        harness(model, "edf", blocks=20, change=setting(part, name, value))
 
 
 def test_a_paused_engine_shows_what_holds_kv(model: Path) -> None:
