@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rubato.policy_kit.draft_value import drafting, with_nodes
 from rubato.policy_kit.paces import JointPace, pace_of, time_for, tokens_needed
 from tests.kit import Linear, Seq
-from tests.policies.test_tables import decode
+from tests.kit.plans import decode
 
 
 @given(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 from fastapi import FastAPI
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from rubato.core.clock import VirtualClock, run_virtual
 from rubato.core.events import Event
 from rubato.core.interfaces import LengthPredictor
-from rubato.core.plan import Limits
+from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.replica_options import ReplicaOptions
 from rubato.engines.simulated import Engine
 from rubato.fleet.build import local_cluster
@@ -46,6 +46,19 @@ class Edge:
     async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> httpx2.Response:
         defaults = {"model": "simulated", "prompt": "abc", "max_tokens": 3}
         return await self.http.post("/v1/completions", json={**defaults, **body}, headers=headers)
+
+
+class Failing(Engine):
+    """Fails at these steps, counted from 1."""
+
+    at: ClassVar[Container[int]] = {3}
+    steps = 0
+
+    async def execute(self, batch: Batch) -> StepResult:
+        self.steps += 1
+        if self.steps in self.at:
+            raise RuntimeError("cosmic ray")
+        return await super().execute(batch)
 
 
 Scenario = Callable[[Edge], Awaitable[None]]

@@ -15,7 +15,7 @@ from rubato.policy_kit.draft_value import count_paying_nodes, find_fastest_nodes
 from rubato.policy_kit.paced_admission import PacedScheduler
 from rubato.policy_kit.paces import tokens_needed
 from tests.kit import Linear, Seq, view
-from tests.policies.test_tables import LIMITS, decode, load, prompt
+from tests.kit.plans import LIMITS, decode, load, prompt
 
 FIG5 = (  # AdaServe, Fig. 5: two trees of depth 3 and width 2
     Tree((-1, -1, 0, 0, 2, 2), (0.7, 0.2, 0.6, 0.1, 0.5, 0.05)),

@@ -18,15 +18,14 @@ from rubato.core.plan import Limits, Plan, Role
 from rubato.core.request import SATURATED, SLO, Handoff, Request, Sampling, Stage
 from rubato.policies import PolicyError
 from rubato.policies.ascendra import HP, LP, Router, Scheduler, deadline
-from rubato.replica.plan_check import check, spelled_out
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.fleet.routers import moved, places, serve
-from tests.kit import Linear, Seq, request, run_spec, shown, view
+from tests.kit import Linear, Seq, plans, request, run_spec, shown, view
 from tests.kit.fleets import Elsewhere, vanishes
+from tests.kit.plans import LIMITS, load
 from tests.policies.test_properties import Load, loads, run
 
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
 STEP = Linear(0.0, 0.01)  # 10 ms a token
 
 
@@ -53,14 +52,11 @@ def seen(
 
 
 def planned(view: View, **settings: Any) -> Plan:
-    """Possible, and with every decode named."""
-    plan = policies.load("ascendra", settings).plan(view)
-    check(plan, view, "under test")
-    return spelled_out(plan, view)
+    return load("ascendra", settings).plan(view)
 
 
 def work(view: View, **settings: Any) -> dict[str, int]:
-    return {w.seq: w.tokens for w in planned(view, **settings).work}
+    return plans.work(planned(view, **settings))
 
 
 # --------------------------------------------------------------------------- the paper's Fig. 1

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rubato.core.interfaces import View
-from rubato.core.plan import Limits
 from rubato.policies import PolicyError, load_router
 from tests.kit import Linear, Seq, request, shown
-from tests.policies.test_tables import LIMITS, decode, fleet, load, moved, prompt, seen, work
+from tests.kit.plans import decode, fleet, load, moved, prompt, seen, work
 
 
 def test_sarathi_with_a_budget_gives_decodes_their_tokens_then_the_prompt_that_has_begun_then_the_oldest() -> None:
@@ -45,8 +44,8 @@ def test_random_is_seeded_and_even() -> None:
     assert all(150 < count < 250 for count in Counter(place.values()).values())
 
 
-def replica(id: str, waiting: list[Seq], running: list[Seq], limits: Limits = LIMITS) -> View:
-    return View(id, 0.0, waiting, running, 40, 40, limits, Linear(per_kv=0.0001))
+def replica(id: str, waiting: list[Seq], running: list[Seq]) -> View:
+    return seen(waiting, running, id=id, latency=Linear(per_kv=0.0001))
 
 
 def test_minimal_takes_the_shortest_next_iteration() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rubato.policies import default_lengths
 from tests.kit import Seq
-from tests.policies.test_tables import decode, load, prompt, seen, work
+from tests.kit.plans import decode, load, prompt, seen, work
 
 EAGER = {"schedule_interval": 1, "penalty_factor": 1.0}  # chooses in every step
 

@@ -29,10 +29,10 @@ from rubato.policy_kit.prefix_index import PrefixIndex
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.kit import Linear, Seq, changed, request, run_spec, shown, view
+from tests.kit import Linear, changed, idle_fleet, request, run_spec, shown, view
+from tests.kit.plans import decode, prompt
 from tests.policies.test_properties import LONE, Load, loads, shared
 from tests.policies.test_properties import run as run_load
-from tests.policies.test_tables import decode, prompt
 
 PREFIX = tuple(range(1000, 1256))  # 256 tokens, four blocks of the index
 
@@ -42,10 +42,6 @@ BEST_EFFORT = SLO()
 
 def asks(id: str, ids: tuple[int, ...] = PREFIX, slo: SLO = BEST_EFFORT, **more: Any) -> Request:
     return Request(id, (Stage(len(ids), slo, token_ids=ids),), 0.0, **more)
-
-
-def replica(id: str, waiting: Sequence[Seq] = (), running: Sequence[Seq] = (), **more: Any) -> View:
-    return view(waiting, running, id=id, **more)
 
 
 class Told:
@@ -69,7 +65,7 @@ class Told:
 def settled(place: dict[str, str], *requests: Request, fleet: Sequence[View] = ()) -> PrefixAffinity:
     """A router with affinity that was told where these requests are."""
     router = PrefixAffinity(cast(Router, Told(**place)))
-    tell(router, place, *requests, fleet=fleet or [replica("r0"), replica("r1")])
+    tell(router, place, *requests, fleet=fleet or idle_fleet(2))
     return router
 
 
@@ -102,7 +98,7 @@ def cached(index: PrefixIndex, asked: Request, replicas: str = "ab") -> list[int
 def indexed(*placed: tuple[Request, str], kv_total: int = 1000) -> PrefixIndex:
     index = PrefixIndex()
     for each, to in placed:
-        index.begin(shown(each), [replica(id, kv_total=kv_total) for id in "ab"])
+        index.begin(shown(each), [view(id=id, kv_total=kv_total) for id in "ab"])
         index.expect(shown(each)[0], to)
         index.observe([Placed(0.0, each.id, to)])
         index.begin((), ())
@@ -159,7 +155,7 @@ def test_a_session_counts_as_cached_where_it_was_served_last() -> None:
     index.observe([finished("x", 40)])
     assert cached(index, replace(turn, id="z", stages=(Stage(500),))) == [140, 0]
     assert cached(index, replace(turn, id="short", stages=(Stage(9),))) == [8, 0]
-    index.begin(shown(second := replace(turn, id="w")), [replica("b")])
+    index.begin(shown(second := replace(turn, id="w")), [view(id="b")])
     index.expect(shown(second)[0], "b")
     index.observe([Placed(2.0, "w", "b"), finished("w", 900, "cancelled")])
     assert cached(index, replace(turn, id="v", stages=(Stage(500),))) == [0, 100]
@@ -182,7 +178,7 @@ def test_a_session_is_forgotten_with_the_memory_that_it_takes() -> None:
 )
 def test_the_index_is_bounded_and_keeps_its_count(placed: list[tuple[int, int, str, str]], ends: bool) -> None:
     index = PrefixIndex()
-    fleet = [replica(id, kv_total=30) for id in "ab"]
+    fleet = [view(id=id, kv_total=30) for id in "ab"]
     for i, (tokens, kind, to, session) in enumerate(placed):
         each = asks(f"q{i}", (kind,) * (tokens + 1), session=session)
         index.begin(shown(each), fleet)
@@ -198,7 +194,7 @@ def test_the_index_is_bounded_and_keeps_its_count(placed: list[tuple[int, int, s
 
 # --------------------------------------------------------------------------- which requests move
 
-TWO = [replica("r0"), replica("r1")]
+TWO = idle_fleet(2)
 TTFT = SLO(ttft=0.2)
 
 
@@ -235,7 +231,7 @@ def test_of_equal_prefixes_the_routers_choice_is_kept() -> None:
 )
 def test_it_moves_only_where_its_first_token_is_in_time(pending: int, ttft: float, to: str) -> None:
     router = settled({"x": "r1"}, asks("x"))
-    fleet = [replica("r0"), replica("r1", [prompt("p", pending)] if pending else [])]
+    fleet = [view(id="r0"), view([prompt("p", pending)] if pending else [], id="r1")]
     assert asked(router, {"y": "r0"}, asks("y", slo=SLO(ttft=ttft)), fleet=fleet) == {"y": to}
 
 
@@ -243,7 +239,7 @@ def test_it_moves_only_where_its_first_token_is_in_time(pending: int, ttft: floa
 def test_it_moves_only_where_its_tpot_is_kept(tpot: float, to: str) -> None:
     """10 ms and 1 ms for each of two decodes and this one."""
     router = settled({"x": "r1"}, asks("x"))
-    fleet = [replica("r0"), replica("r1", [], [decode("a"), decode("b")])]
+    fleet = [view(id="r0"), view([], [decode("a"), decode("b")], id="r1")]
     assert asked(router, {"y": "r0"}, asks("y", slo=SLO(tpot=tpot)), fleet=fleet) == {"y": to}
 
 
@@ -251,7 +247,7 @@ def test_it_moves_only_where_its_tpot_is_kept(tpot: float, to: str) -> None:
 def test_best_effort_goes_where_no_more_load_is_added_than_it_saves(pending: int, to: str) -> None:
     """It saves 255 tokens; a request that waits counts for 64 beside its own."""
     router = settled({"x": "r1"}, asks("x"))
-    fleet = [replica("r0"), replica("r1", [prompt("p", pending)])]
+    fleet = [view(id="r0"), view([prompt("p", pending)], id="r1")]
     assert asked(router, {"y": "r0"}, asks("y"), fleet=fleet) == {"y": to}
     late = asks("z", slo=SLO(ttft=1e-3))
     assert asked(router, {"z": "r0"}, late, fleet=fleet, demote=["z"]) == {"z": to}  # best effort from now on
@@ -271,7 +267,7 @@ def test_what_is_placed_together_counts() -> None:
 
 def test_only_replicas_of_the_same_role_are_looked_at() -> None:
     router = settled({"x": "r1"}, asks("x"))
-    fleet = [replica("r0"), replica("r1", role=Role("prefill"))]
+    fleet = [view(id="r0"), view(id="r1", role=Role("prefill"))]
     assert asked(router, {"y": "r0"}, asks("y"), fleet=fleet) == {"y": "r0"}
     changes = {"r0": Role("prefill")}
     assert asked(router, {"y": "r0"}, asks("y"), fleet=fleet, assign=changes) == {"y": "r1"}
@@ -363,7 +359,7 @@ def views(draw: st.DrawFn) -> list[View]:
         waiting = [prompt(f"w{i}{j}", n) for j, n in enumerate(draw(st.lists(LENGTHS, max_size=3)))]
         running = [decode(f"d{i}{j}") for j in range(draw(st.integers(0, 3)))]
         role = draw(st.sampled_from([Role(), Role(tier="a")]))
-        fleet.append(replica(f"r{i}", waiting, running, role=role))
+        fleet.append(view(waiting, running, id=f"r{i}", role=role))
     return fleet
 
 

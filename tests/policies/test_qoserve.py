@@ -7,7 +7,7 @@ from math import nextafter
 import pytest
 
 from rubato.core.plan import Plan
-from tests.policies.test_tables import decode, load, prompt, seen, work
+from tests.kit.plans import decode, load, prompt, seen, work
 
 PLAIN = {"alpha": 0.0, "margin": 1.0, "min_budget": 1}
 THROUGHPUT = 100 / 0.11  # tokens a second: a batch of 100, the engine's limit, in 110 ms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -11,16 +10,12 @@ from rubato.core.events import Placed
 from rubato.core.interfaces import Router, View
 from rubato.core.request import Request, Stage
 from rubato.policies import PolicyError, load_router
-from tests.kit import Seq, request, shown, view
-from tests.policies.test_tables import decode, fleet, prompt
+from tests.kit import Seq, idle_fleet, request, shown, view
+from tests.kit.plans import decode, fleet, prompt
 
 
 def ids(id: str, tokens: tuple[int, ...], **more: str) -> Request:
     return Request(id, (Stage(len(tokens), token_ids=tokens),), 0.0, **more)  # type: ignore[arg-type]
-
-
-def replica(id: str, waiting: tuple[Seq, ...] = (), running: tuple[Seq, ...] = ()) -> View:
-    return replace(view(waiting, running), id=id)
 
 
 def placed(router: Router, fleet: list[View], *requests: Request) -> dict[str, str]:
@@ -46,7 +41,7 @@ def placed(router: Router, fleet: list[View], *requests: Request) -> dict[str, s
 def test_lmetric_takes_the_least_product(first: tuple[Seq, ...], second: tuple[Seq, ...], to: str) -> None:
     """A request of 50 tokens; those of 2 tokens or more wait."""
     views = [
-        replica(id, tuple(s for s in here if s.pending > 1), tuple(s for s in here if s.pending == 1))
+        view(tuple(s for s in here if s.pending > 1), tuple(s for s in here if s.pending == 1), id=id)
         for id, here in (("r0", first), ("r1", second))
     ]
     assert load_router("lmetric").place(shown(request("x", 50)), views, 0.0).place == {"x": to}
@@ -62,18 +57,18 @@ def test_lmetric_counts_no_tokens_that_are_cached() -> None:
     prefix = tuple(range(256))
     for pending, to in ((90, "r0"), (100, "r1")):
         router = load_router("lmetric")
-        assert placed(router, [replica("r0"), replica("r1")], ids("a", prefix)) == {"a": "r0"}
-        views = [replica("r0", (prompt("p", pending),)), replica("r1")]
+        assert placed(router, idle_fleet(2), ids("a", prefix)) == {"a": "r0"}
+        views = [view((prompt("p", pending),), id="r0"), view(id="r1")]
         assert placed(router, views, ids("b", prefix + (7,) * 64)) == {"b": to}
 
 
 def test_lmetric_shares_prefixes_among_requests_placed_together() -> None:
     prefix = tuple(range(256))
     held = [ids("a", prefix), ids("b", (*prefix, 1)), ids("c", (9,) * 256)]
-    views = [replica("r0"), replica("r1")]
+    views = idle_fleet(2)
     # b: (256 + 1) × 2 on r0 against 257 on r1
     assert placed(load_router("lmetric"), views, *held) == {"a": "r0", "b": "r1", "c": "r0"}
-    busy = [replica("r0"), replica("r1", (prompt("p", 300),))]
+    busy = [view(id="r0"), view((prompt("p", 300),), id="r1")]
     assert placed(load_router("lmetric"), busy, *held[:2]) == {"a": "r0", "b": "r0"}
 
 

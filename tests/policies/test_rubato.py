@@ -23,11 +23,11 @@ from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
 from tests.kit import Seq, run_spec, view
+from tests.kit.plans import decode, load, prompt, seen, work
 from tests.policies.slos_serve.test_guarantee import promised
 from tests.policies.test_adaserve import CHAIN, Drafting, drafted
 from tests.policies.test_adaserve import seen as drafting_view
 from tests.policies.test_properties import Load
-from tests.policies.test_tables import decode, load, prompt, seen, work
 
 
 def broken(case: Load, model: Model) -> set[str]:

@@ -26,7 +26,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import scenarios
 from rubato.workloads.generate import make
 from tests.kit import Linear, Seq, request, view
-from tests.policies.test_tables import decode, load, prompt, seen, work
+from tests.kit.plans import decode, load, prompt, seen, work
 
 # Decodes take most of a step, as on two cores: 40 of them 45 ms, of which 20 ms are the same for one.
 MODEL = affine.Model(k=(1e-4, 2e-4), b=(0.01, 0.01), host_per_seq=5e-4, a=5e-7, d=6e-8, e=4e-8)

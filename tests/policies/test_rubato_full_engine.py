@@ -19,8 +19,8 @@ from rubato.policy_kit.batch_builder import BatchBuilder
 from rubato.simulation.simulate import simulate_events
 from tests.conftest import PROFILE
 from tests.kit import Linear, run_spec
+from tests.kit.plans import LIMITS, prompt, seen
 from tests.policies.test_edf_plans import decided
-from tests.policies.test_tables import LIMITS, prompt, seen
 
 SLOS = (SLO(0.3, 0.02), SLO(1.0, 0.05), SLO(4.0, 0.1), SLO(2.0), SLO(tpot=0.03), SLO(0.5, 0.05, max_pause=0.06), SLO())
 

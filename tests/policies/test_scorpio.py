@@ -11,7 +11,7 @@ from rubato.core.events import Finished, Verdict
 from rubato.core.plan import Shape
 from rubato.core.request import SLO
 from tests.kit import Linear
-from tests.policies.test_tables import decode, load, prompt, seen, work
+from tests.kit.plans import decode, load, prompt, seen, work
 
 EAGER = {"ttft_reserve": 0.0, "inefficiency": 1.0}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -12,54 +11,14 @@ import pytest
 
 from rubato import policies
 from rubato.core.events import Finished, HandedOff, Verdict
-from rubato.core.interfaces import Scheduler, View
-from rubato.core.plan import Limits, Plan, Role, Sample, Shape, Tree, Work
-from rubato.core.request import Handoff, Request
+from rubato.core.interfaces import View
+from rubato.core.plan import Plan, Role, Sample, Shape, Tree, Work
 from rubato.latency import affine
 from rubato.policies import PolicyError, describe, load_router, names
 from rubato.policies.distserve import Router
 from rubato.policy_kit.refusals import known_output, why_infeasible
-from rubato.replica.plan_check import check, spelled_out
-from tests.kit import Linear, Seq, request, shown, view
-
-
-class SpelledOut:
-    """A policy whose plans are possible, and name every decode."""
-
-    def __init__(self, name: str, settings: dict[str, object] | None = None) -> None:
-        self.inner: Scheduler = policies.load(name, settings)
-        self.observe = self.inner.observe
-
-    def plan(self, view: View) -> Plan:
-        plan = self.inner.plan(view)
-        check(plan, replace(view, supports=view.supports | self.inner.needs), "under test")
-        return spelled_out(plan, view)
-
-
-load = SpelledOut
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=500, kv_blocks=40, block_size=10)
-
-
-def decode(id: str, length: int = 21, **slo: float) -> Seq:
-    """A running sequence with one token pending."""
-    due = slo.pop("due", float("inf"))
-    return Seq(request(id, 10, **slo), length, length - 1, -(-(length - 1) // 10), 1, due=due)  # type: ignore[arg-type]
-
-
-def prompt(id: str, length: int, **slo: float) -> Seq:
-    """A waiting sequence; its first token is due at its TTFT."""
-    refuse = bool(slo.pop("refuse", 0))
-    demoted = bool(slo.pop("demoted", 0))
-    due = slo.get("ttft", float("inf"))
-    return Seq(request(id, length, refuse=refuse, **slo), length, due=due, demoted=demoted)  # type: ignore[arg-type]
-
-
-def seen(waiting: Sequence[Seq], running: Sequence[Seq], **more: Any) -> View:
-    return view(waiting, running, **{"kv_free": 40, "kv_total": 40, "limits": LIMITS, "latency": Linear(), **more})
-
-
-def work(plan: Plan) -> dict[str, int]:
-    return {w.seq: w.tokens for w in plan.work}
+from tests.kit import Seq, request, shown, view
+from tests.kit.plans import LIMITS, SpelledOut, decode, fleet, load, moved, prompt, seen, work
 
 
 def test_vllm_fills_the_budget_with_decodes_then_the_oldest_prompts() -> None:
@@ -396,10 +355,6 @@ def test_priority_gives_the_starved_a_turn_and_lets_it_keep_its_kv() -> None:
     assert policy.plan(seen([prompt("a", 11, ttft=0.5)], [held], kv_free=1, now=2.0)).preempt == ()
 
 
-def fleet(*pending: int) -> list[View]:
-    return [seen([prompt(f"p{i}", n)] if n else [], [], id=f"r{i}") for i, n in enumerate(pending)]
-
-
 def test_round_robin_takes_turns() -> None:
     router = load_router("round_robin")
     held = [request(id, 10) for id in "abc"]
@@ -450,10 +405,6 @@ def pools(prefill: list[int], decode: list[int]) -> list[View]:
     return busy + [replace(seen([], [], kv_free=n), id=f"d{i}", role=DECODE) for i, n in enumerate(decode)]
 
 
-def moved(id: str, cached: int) -> Request:
-    return replace(request(id, cached), handoff=Handoff("p0", "prefilled", 0.0, cached))
-
-
 def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
     router = load_router("distserve", {"watermark": 0.1})
     held = [request("a", 50), moved("b", 60), request("c", 50), moved("d", 60), moved("e", 250), moved("f", 10)]
@@ -469,15 +420,15 @@ def test_distserve_places_by_pending_tokens_and_then_by_free_kv() -> None:
 def test_distserve_gives_a_replica_that_has_come_the_part_that_lacks() -> None:
     router = load_router("distserve", {"prefill": 1, "decode": 2})
     held = shown(request("a", 50), moved("b", 60))
-    for fleet, phase, place in (
+    for views, phase, place in (
         (pools([0], []), "decode", {"a": "p0", "b": "new"}),
         (pools([], [40]), "prefill", {"a": "new", "b": "d0"}),
         (pools([0], [20]), "decode", {"a": "p0", "b": "new"}),
         (pools([0], [20, 20]), "decode", {"a": "p0", "b": "new"}),
         (pools([9], [20, 20, 20]), "prefill", {"a": "new", "b": "d0"}),
     ):
-        fleet.append(replace(pools([], [40])[0], id="new", role=Role()))
-        dispatch = router.place(held, fleet, 0.0)
+        views.append(replace(pools([], [40])[0], id="new", role=Role()))
+        dispatch = router.place(held, views, 0.0)
         assert (dispatch.assign, dispatch.place) == ({"new": Role(phase)}, place)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import retry_after
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.kit import on
-from tests.kit.apps import STEP, Edge, edge
+from tests.kit.apps import STEP, Edge, Failing, edge
 
 GOLD = Tiers(
     [Tier("gold", SLO(0.25, 0.15), "refuse"), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")]
@@ -319,33 +319,18 @@ async def test_what_the_engine_will_never_run_is_bad_input(at: Edge) -> None:
         assert (answer.status_code, "99999" in answer.json()["error"]["message"]) == (400, True)
 
 
-class Broken(Engine):
-    """Fails at the third step, once."""
-
-    steps = 0
-
-    async def execute(self, batch: Batch) -> StepResult:
-        type(self).steps += 1
-        if type(self).steps == 3:
-            raise RuntimeError("cosmic ray")
-        return await super().execute(batch)
-
-
-def test_a_failed_step_ends_every_request_and_the_server_goes_on() -> None:
-    async def scenario(at: Edge) -> None:
-        whole, stream = await asyncio.gather(at.chat(), at.chat(stream=True))
-        assert whole.status_code == 500
-        assert whole.json()["error"]["type"] == "server_error"
-        assert "cosmic ray" in whole.json()["error"]["message"]
-        assert stream.status_code == 200  # two tokens were out
-        *chunks, last = events(stream.text)
-        assert text_of(chunks) == "la ti "
-        assert "cosmic ray" in last["error"]["message"]
-        assert (await at.chat()).status_code == 200
-        assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed", "failed", "completed"]
-
-    Broken.steps = 0
-    edge(scenario, engine=Broken)
+@on(edge, engine=Failing)
+async def test_failed_step_ends_every_request_and_the_server_goes_on(at: Edge) -> None:
+    whole, stream = await asyncio.gather(at.chat(), at.chat(stream=True))
+    assert whole.status_code == 500
+    assert whole.json()["error"]["type"] == "server_error"
+    assert "cosmic ray" in whole.json()["error"]["message"]
+    assert stream.status_code == 200  # two tokens were out
+    *chunks, last = events(stream.text)
+    assert text_of(chunks) == "la ti "
+    assert "cosmic ray" in last["error"]["message"]
+    assert (await at.chat()).status_code == 200
+    assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed", "failed", "completed"]
 
 
 def test_an_engine_beyond_recovery_shows_in_health() -> None:

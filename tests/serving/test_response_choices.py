@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rubato.core.events import Finished, Offered, Started
-from rubato.core.plan import Batch, Limits, StepResult
+from rubato.core.plan import Limits
 from rubato.core.request import Request
 from rubato.engines.simulated import Engine
 from tests.kit import on
-from tests.kit.apps import STEP, Edge, edge
+from tests.kit.apps import STEP, Edge, Failing, edge
 from tests.serving.test_response import events
 
 TEXT = "la ti do "
@@ -138,19 +138,7 @@ async def test_one_refused_choice_refuses_all_and_ends_the_others(at: Edge, stre
     assert (await at.chat(n=2)).status_code == 200
 
 
-class Fails(Engine):
-    """At its third step."""
-
-    steps = 0
-
-    async def execute(self, batch: Batch) -> StepResult:
-        self.steps += 1
-        if self.steps == 3:
-            raise RuntimeError("cosmic ray")
-        return await super().execute(batch)
-
-
-@on(edge, engine=Fails)
+@on(edge, engine=Failing)
 async def test_a_failure_midway_ends_the_stream_with_an_error(at: Edge) -> None:
     answer = await at.chat(n=2, max_tokens=9, stream=True)
     assert answer.status_code == 200
@@ -159,7 +147,7 @@ async def test_a_failure_midway_ends_the_stream_with_an_error(at: Edge) -> None:
     assert at.cluster.in_flight == 0
 
 
-@on(edge, engine=Fails)
+@on(edge, engine=Failing)
 async def test_a_failure_of_a_whole_answer_is_a_500(at: Edge) -> None:
     assert (await at.chat(n=2, max_tokens=9)).status_code == 500
     assert at.cluster.in_flight == 0

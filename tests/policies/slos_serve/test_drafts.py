@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.core.events import Event, Finished
 from rubato.core.interfaces import View
 from rubato.core.plan import Plan, Tree, Work
 from rubato.core.request import SLO, Request, Sampling, Stage
@@ -21,13 +20,12 @@ from rubato.policies.slos_serve.demand import Demand
 from rubato.policies.slos_serve.speculation import NO_SPECULATION, SpeculationPlan, SpeculationState
 from rubato.policy_kit.acceptance import AcceptanceRates
 from rubato.replica.plan_check import spelled_out
-from rubato.simulation.run_spec import oracle_lengths
-from rubato.simulation.simulate import simulate_events
 from tests.conftest import few
-from tests.kit import Linear, Seq, request, run_spec, view
-from tests.policies.slos_serve.test_guarantee import promised
+from tests.kit import Linear, Seq, request, view
+from tests.kit.plans import LIMITS, decode
+from tests.policies.slos_serve import test_guarantee
+from tests.policies.slos_serve.test_guarantee import kept, promised
 from tests.policies.test_properties import Load
-from tests.policies.test_tables import LIMITS, decode
 
 CHAIN = Tree((-1, 0, 1), (0.7, 0.49, 0.343))
 DRAFTS = frozenset({"chunked", "preempt", "mixed", "draft", "tree"})
@@ -127,23 +125,16 @@ def test_impossible_settings(wrong: dict[str, object]) -> None:
 # --------------------------------------------------------------------------- what is kept
 
 
-class Recording:
-    """The policy, the requests that it promised to be in time, and the deepest draft beyond an end."""
-
-    needs = Scheduler.needs
+class Recording(test_guarantee.Recording):
+    """Beside promises the deepest draft beyond an end."""
 
     def __init__(self, prior: float) -> None:
-        self.inner = Scheduler()
+        super().__init__()
         self.inner._speculation.acceptance.prior = prior
-        self.promised: set[str] = set()
         self.verified = self.beyond = 0
 
-    def observe(self, events: list[Event]) -> None:
-        self.inner.observe(events)
-
     def plan(self, shown: View) -> Plan:
-        plan = self.inner.plan(shown)
-        self.promised.update(self.inner.promised_ids)
+        plan = super().plan(shown)
         for w in plan.work:
             seq = shown.known[w.seq]
             self.verified += len(w.verify)
@@ -153,14 +144,8 @@ class Recording:
 
 
 def played(load: Load, model: Model, alpha: float) -> tuple[Recording, set[str]]:
-    drafter = Drafter(Acceptance(alpha))
-    spec = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, drafter=drafter)
     scheduler = Recording(alpha)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
-        ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec) if isinstance(e, Finished)}
-    assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
-    return scheduler, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+    return scheduler, kept(load, model, scheduler, drafter=Drafter(Acceptance(alpha)))
 
 
 @few

@@ -89,17 +89,23 @@ class Recording:
         return plan
 
 
+def kept(load: Load, model: Model | components.Model, scheduler: Any, **spec: Any) -> set[str]:
+    """Ids of the requests that a scheduler, which knows their lengths, has in time."""
+    spec_ = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, **spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rubato.fleet.build.load", lambda name, settings: scheduler)
+        ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec_) if isinstance(e, Finished)}
+    assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
+    return {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+
+
 def played(
     load: Load, model: Model | components.Model, noise: float = 0.0, **settings: Any
 ) -> tuple[set[str], set[str]]:
     """Ids of the requests promised to be in time, and of those that were."""
-    spec = run_spec(model, load.limits, "slos_serve", lengths=oracle_lengths, learns=False, noise=noise)
     recording = Recording(**settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rubato.fleet.build.load", lambda name, settings: recording)
-        ends = {e.id: e for e in simulate_events(load.requests, load.truth, spec) if isinstance(e, Finished)}
-    assert {e.outcome for e in ends.values()} <= {"completed", "refused"}
-    return recording.promised, {id for id, e in ends.items() if e.verdict.met and not e.best_effort}
+    met = kept(load, model, recording, noise=noise)
+    return recording.promised, met
 
 
 @settings(max_examples=2 * few.max_examples)

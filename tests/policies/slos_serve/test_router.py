@@ -20,7 +20,7 @@ from rubato.policies.slos_serve import Router
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.kit import Linear, Seq, request, run_spec, shown
-from tests.policies.test_tables import SpelledOut, prompt, seen
+from tests.kit.plans import SpelledOut, prompt, seen
 
 # A step takes 10 ms and 1 ms a token, at most 100 tokens; 40 blocks of 10 tokens.
 

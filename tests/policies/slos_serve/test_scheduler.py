@@ -22,7 +22,7 @@ from rubato.policy_kit.batch_builder import blocks_at_end
 from rubato.simulation.run_spec import oracle_lengths
 from rubato.simulation.simulate import simulate_events
 from tests.kit import Linear, Seq, request, run_spec, view
-from tests.policies.test_tables import SpelledOut, decode, prompt, seen, work
+from tests.kit.plans import SpelledOut, decode, prompt, seen, work
 
 # A step takes 10 ms and 1 ms a token; 40 blocks of 10 tokens.
 
