@@ -127,10 +127,7 @@ def test_stages_continue_the_deadlines() -> None:
     assert seq.due == 2.0
 
 
-CAUSES = [
-    ("queue", {"a": 8}, 2.0, 2.1),
-    ("prefill interference", {"a": 8, "long": 40}, 0.0, 2.0),
-]
+CAUSES = [("queue", {"a": 8}, 2.0, 2.1), ("prefill interference", {"a": 8, "long": 40}, 0.0, 2.0)]
 
 
 @pytest.mark.parametrize(("cause", "work", "start", "end"), CAUSES)

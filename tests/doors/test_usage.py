@@ -34,11 +34,7 @@ def _seal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("door", [OwnServer, Gateway], ids=lambda door: door.name)
 @on(at, "door", tenants=TENANTS)
 async def test_tokens_of_a_tenant_are_those_of_usage(opened: Door, stream: bool, n: int) -> None:
-    body: dict[str, Any] = {
-        "prompt": "some words, of which nobody knows the tokens " * 20,
-        "max_tokens": 5,
-        "n": n,
-    }
+    body: dict[str, Any] = {"prompt": "some words, of which nobody knows the tokens " * 20, "max_tokens": 5, "n": n}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = await opened.ask(TEXT, body, KEY)
@@ -96,12 +92,7 @@ async def test_stream_without_a_wish_for_usage_ends_without_it_and_is_counted(op
         ("/v1/responses", {"input_tokens": 400, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 320}}),
         (
             "/v1/messages",  # whose `input_tokens` leave out what is cached
-            {
-                "input_tokens": 50,
-                "output_tokens": 2,
-                "cache_creation_input_tokens": 30,
-                "cache_read_input_tokens": 320,
-            },
+            {"input_tokens": 50, "output_tokens": 2, "cache_creation_input_tokens": 30, "cache_read_input_tokens": 320},
         ),
     ],
 )

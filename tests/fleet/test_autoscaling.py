@@ -149,10 +149,7 @@ def wave(tpot: float) -> list[Request]:
 
 @pytest.mark.parametrize(
     ("policy", "scaler"),
-    [
-        ("edf", AttainmentAutoscaler(max=6, hold_seconds=15.0)),
-        ("polyserve", PoolAutoscaler(max=6, drain_seconds=15.0)),
-    ],
+    [("edf", AttainmentAutoscaler(max=6, hold_seconds=15.0)), ("polyserve", PoolAutoscaler(max=6, drain_seconds=15.0))],
 )
 def test_replicas_follow_a_load_that_rises_and_falls(policy: str, scaler: Any) -> None:
     requests, cost, count, most = wave(0.03), ReplicaSecondsMeter(["r0"]), [(0.0, 1)], 1

@@ -45,11 +45,7 @@ class Breaks(Engine):
 
 
 def scenario(
-    acts: list[tuple[float, Act]],
-    *,
-    policy: str = "vllm",
-    broken: Container[int] = (),
-    most: int | None = None,
+    acts: list[tuple[float, Act]], *, policy: str = "vllm", broken: Container[int] = (), most: int | None = None
 ) -> tuple[Cluster, list[Event], Breaks]:
     """What happens, at its times, to a cluster of one replica; the cluster, every event and its engine."""
     engines: list[Breaks] = []

@@ -180,8 +180,7 @@ VALUES = st.recursive(
     lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=5), some, max_size=3),
 )
 FIELDS = st.fixed_dictionaries(
-    {},
-    optional=dict.fromkeys(("protocol", "gateway", "asked", "commands"), VALUES) | {"kind": KINDS | VALUES},
+    {}, optional=dict.fromkeys(("protocol", "gateway", "asked", "commands"), VALUES) | {"kind": KINDS | VALUES}
 )
 OURS = st.fixed_dictionaries(
     {"kind": KINDS, "protocol": st.just(PROTOCOL)}, optional={"commands": VALUES, "asked": VALUES}

@@ -174,10 +174,7 @@ def test_a_load_that_does_not_vary_is_refused(decodes: list[float], prompts: lis
             "2 windows of 5 s with 10 steps or more, and 15 are needed",
         ),
         ([Scrape(i, 10.0 * i, 20.0 * i, 9.0 * i, 9.0 * i, i, i, 0) for i in range(12)], "the server drafts tokens"),
-        (
-            [Scrape(i, 10.0 * (i % 4), 0, 0, 0, 0, 0, 0) for i in range(12)],
-            "counters went back",
-        ),
+        ([Scrape(i, 10.0 * (i % 4), 0, 0, 0, 0, 0, 0) for i in range(12)], "counters went back"),
     ],
 )
 def test_metrics_that_tell_too_little_are_refused(pages: list[Scrape], says: str) -> None:

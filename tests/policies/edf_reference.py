@@ -86,9 +86,7 @@ class Scheduler:
                 view.limits.max_num_batched_tokens,
             )
         return builder.plan(
-            demote=[s.id for s in declined if s.id not in drop],
-            promote=[s.id for s in strict if s.demoted],
-            drop=drop,
+            demote=[s.id for s in declined if s.id not in drop], promote=[s.id for s in strict if s.demoted], drop=drop
         )
 
     # ----------------------------------------------------------------- which requests are tried

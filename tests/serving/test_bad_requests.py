@@ -248,22 +248,21 @@ def test_many_messages_are_templated_off_the_event_loop_however_short_they_are(m
     assert where[1] == "thread"
 
 
-def test_a_request_that_no_replica_can_take_fails_and_leaves_nothing() -> None:
-    class Faulty(Engine):
-        def add(self, request: Request) -> None:
-            raise OverflowError("a fault of ours")
+class Faulty(Engine):
+    def add(self, request: Request) -> None:
+        raise OverflowError("a fault of ours")
 
-    async def scenario(at: Edge) -> None:
-        for n in (1, 3):
-            for stream in (False, True):
-                answer = await at.complete(n=n, stream=stream)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
-                assert "a fault of ours" in answer.json()["error"]["message"]
-        assert at.cluster.in_flight == 0
-        assert at.cluster.finished == at.cluster.offered == 8
-        assert all(host.view().waiting == [] for host in at.cluster.hosts.values())
 
-    edge(scenario, engine=Faulty, max_in_flight=3)
+@on(edge, engine=Faulty, max_in_flight=3)
+async def test_a_request_that_no_replica_can_take_fails_and_leaves_nothing(at: Edge) -> None:
+    for n in (1, 3):
+        for stream in (False, True):
+            answer = await at.complete(n=n, stream=stream)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+            assert "a fault of ours" in answer.json()["error"]["message"]
+    assert at.cluster.in_flight == 0
+    assert at.cluster.finished == at.cluster.offered == 8
+    assert all(host.view().waiting == [] for host in at.cluster.hosts.values())
 
 
 @on(edge, max_in_flight=2)

@@ -320,8 +320,7 @@ def test_how_often_a_drafter_of_tokens_is_right_must_be_said_in_a_simulation() -
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [("- a", "top level"), ("5", "top level"), ("a: [", "not YAML"), ("1: 2", "top level")],
+    ("text", "says"), [("- a", "top level"), ("5", "top level"), ("a: [", "not YAML"), ("1: 2", "top level")]
 )
 def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "bad.yaml"

@@ -92,32 +92,32 @@ UNFOLDED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "asks"), UNFOLDED)
-def test_an_answer_that_a_stream_does_not_bring_is_judged_by_its_end_alone(path: str, asks: dict[str, Any]) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        def ask(**slo: int) -> Any:
-            return fleet.http.post(path, json={"model": "stub", "max_tokens": 4, **asks, "slo": slo})
+@on(gateway, linked=False)
+async def test_an_answer_that_a_stream_does_not_bring_is_judged_by_its_end_alone(
+    fleet: Fleet, path: str, asks: dict[str, Any]
+) -> None:
+    def ask(**slo: int) -> Any:
+        return fleet.http.post(path, json={"model": "stub", "max_tokens": 4, **asks, "slo": slo})
 
-        for slo in ({"ttft_ms": 300}, {"tpot_ms": 10, "e2e_ms": 500}):
-            assert (await ask(**slo)).status_code == 200
-        await ask(e2e_ms=500)
-        await ask(e2e_ms=300, ttft_ms=10)
-        assert not any("stream" in body for server in fleet.servers for body in server.bodies)
-        ends = [event.verdict for event in fleet.of(Finished)]
-        assert [(v.met, v.unjudged, v.ttft, v.tpot) for v in ends] == [
-            (False, True, None, None), (False, True, None, None), (True, False, None, None), (False, False, None, None)
-        ]  # fmt: skip
-        assert [v.e2e for v in ends] == [pytest.approx(0.4)] * 4
-        assert {event.output for event in fleet.of(Finished)} <= {4, 0}  # the stub counts nothing of some
-        assert await fleet.metric("rubato_slo_unjudged_total") == 2
-        assert await fleet.metric('rubato_slo_met_total{dimension="all",tenant="default",tier="default"}') == 1
-        assert await fleet.metric("rubato_slo_missed_total") == 1
-        assert await fleet.metric("rubato_requests_offered_total") == 4
-        assert await fleet.metric("rubato_ttft_seconds_count") == 0
-        board = (await fleet.http.get("/board.json")).json()["total"]
-        assert (board["met"], board["missed"], board["unjudged"], board["in_flight"]) == (1, 1, 2, 0)
-        assert await fleet.metric("rubato_tenant_tokens_total") >= sum(event.output for event in fleet.of(Finished))
-
-    gateway(scenario, linked=False)
+    for slo in ({"ttft_ms": 300}, {"tpot_ms": 10, "e2e_ms": 500}):
+        assert (await ask(**slo)).status_code == 200
+    await ask(e2e_ms=500)
+    await ask(e2e_ms=300, ttft_ms=10)
+    assert not any("stream" in body for server in fleet.servers for body in server.bodies)
+    ends = [event.verdict for event in fleet.of(Finished)]
+    assert [(v.met, v.unjudged, v.ttft, v.tpot) for v in ends] == [
+        (False, True, None, None), (False, True, None, None), (True, False, None, None), (False, False, None, None)
+    ]  # fmt: skip
+    assert [v.e2e for v in ends] == [pytest.approx(0.4)] * 4
+    assert {event.output for event in fleet.of(Finished)} <= {4, 0}  # the stub counts nothing of some
+    assert await fleet.metric("rubato_slo_unjudged_total") == 2
+    assert await fleet.metric('rubato_slo_met_total{dimension="all",tenant="default",tier="default"}') == 1
+    assert await fleet.metric("rubato_slo_missed_total") == 1
+    assert await fleet.metric("rubato_requests_offered_total") == 4
+    assert await fleet.metric("rubato_ttft_seconds_count") == 0
+    board = (await fleet.http.get("/board.json")).json()["total"]
+    assert (board["met"], board["missed"], board["unjudged"], board["in_flight"]) == (1, 1, 2, 0)
+    assert await fleet.metric("rubato_tenant_tokens_total") >= sum(event.output for event in fleet.of(Finished))
 
 
 @on(gateway, linked=False)

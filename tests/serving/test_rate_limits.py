@@ -106,29 +106,27 @@ async def test_a_refusal_for_a_limit_is_offered_and_refused_in_every_book(at: Ed
     assert len(offered) == 8
 
 
-def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read() -> None:
+@on(edge, tenants=[tenant("a", requests_per_minute=2)])
+async def test_bad_input_is_charged_and_beyond_the_rate_no_body_is_read(at: Edge) -> None:
     read: list[str] = []
 
     async def body(name: str, content: bytes) -> AsyncIterator[bytes]:
         read.append(name)
         yield content
 
-    async def scenario(at: Edge) -> None:
-        async def post(name: str, content: bytes, **headers: str) -> tuple[int, str]:
-            answer = await at.http.post("/v1/completions", content=body(name, content), headers=headers)
-            return answer.status_code, answer.headers.get("x-ratelimit-remaining-requests", "")
+    async def post(name: str, content: bytes, **headers: str) -> tuple[int, str]:
+        answer = await at.http.post("/v1/completions", content=body(name, content), headers=headers)
+        return answer.status_code, answer.headers.get("x-ratelimit-remaining-requests", "")
 
-        assert await post("no key", b"{") == (401, "")
-        assert await post("another's key", b"{", **key("z")) == (401, "")
-        assert await post("first", b"{", **key("a")) == (400, "1")
-        assert await post("second", b'{"model": "simulated", "prompt": []}', **key("a")) == (400, "0")
-        assert await post("third", b"{", **key("a")) == (429, "0")
-        assert read == ["first", "second"]
-        value = await scrape(at)
-        assert value("rubato_requests_offered_total", tenant="a", tier="default") == 1  # neither 400 was a request
-        assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 1
-        assert [type(e) for e in at.events] == [Offered, Finished]
-        await at.clock.sleep_until(at.clock.now() + 30, 0)
-        assert (await at.complete(headers=key("a"))).status_code == 200
-
-    edge(scenario, tenants=[tenant("a", requests_per_minute=2)])
+    assert await post("no key", b"{") == (401, "")
+    assert await post("another's key", b"{", **key("z")) == (401, "")
+    assert await post("first", b"{", **key("a")) == (400, "1")
+    assert await post("second", b'{"model": "simulated", "prompt": []}', **key("a")) == (400, "0")
+    assert await post("third", b"{", **key("a")) == (429, "0")
+    assert read == ["first", "second"]
+    value = await scrape(at)
+    assert value("rubato_requests_offered_total", tenant="a", tier="default") == 1  # neither 400 was a request
+    assert value("rubato_requests_refused_total", reason="rejected-rate-limit") == 1
+    assert [type(e) for e in at.events] == [Offered, Finished]
+    await at.clock.sleep_until(at.clock.now() + 30, 0)
+    assert (await at.complete(headers=key("a"))).status_code == 200

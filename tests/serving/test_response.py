@@ -333,21 +333,20 @@ async def test_failed_step_ends_every_request_and_the_server_goes_on(at: Edge) -
     assert [e.outcome for e in at.events if isinstance(e, Finished)] == ["failed", "failed", "completed"]
 
 
-def test_an_engine_beyond_recovery_shows_in_health() -> None:
-    class Dead(Engine):
-        async def execute(self, batch: Batch) -> StepResult:
-            raise RuntimeError("no device")
+class Dead(Engine):
+    async def execute(self, batch: Batch) -> StepResult:
+        raise RuntimeError("no device")
 
-    async def scenario(at: Edge) -> None:
-        for _ in range(3):
-            assert (await at.http.get("/health")).status_code == (await at.http.head("/health")).status_code == 200
-            assert (await at.chat()).status_code == 500
-        for path in ("/health", "/ready"):
-            health = await at.http.get(path)
-            assert (health.status_code, health.json()["status"]) == (503, "dead")
-        assert at.cluster.dead.is_set()
 
-    edge(scenario, engine=Dead)
+@on(edge, engine=Dead)
+async def test_an_engine_beyond_recovery_shows_in_health(at: Edge) -> None:
+    for _ in range(3):
+        assert (await at.http.get("/health")).status_code == (await at.http.head("/health")).status_code == 200
+        assert (await at.chat()).status_code == 500
+    for path in ("/health", "/ready"):
+        health = await at.http.get(path)
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+    assert at.cluster.dead.is_set()
 
 
 # --------------------------------------------------------------------------- clients that go away

@@ -183,30 +183,28 @@ async def test_where_no_limit_is_stated_the_longest_output_is_reserved(
     assert usage.tokens.level == pytest.approx(5_000 - 14, abs=10)
 
 
-def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_charged() -> None:
-    async def scenario(client: Client) -> None:
+@on(run, config={"tenants": TENANTS}, silent=True)
+async def test_without_reports_no_answer_but_the_first_waits_and_the_output_stays_charged(client: Client) -> None:
+    reads = 0
+    read = client.reports.read
+
+    def counted() -> None:
+        nonlocal reads
+        reads += 1
+        read()
+
+    client.reports.read = counted  # type: ignore[method-assign]
+    seen = []
+    for stream in (False, False, True):
         reads = 0
-        read = client.reports.read
-
-        def counted() -> None:
-            nonlocal reads
-            reads += 1
-            read()
-
-        client.reports.read = counted  # type: ignore[method-assign]
-        seen = []
-        for stream in (False, False, True):
-            reads = 0
-            assert (await client.chat("ops-key", stream=stream)).status_code == 200
-            seen.append(reads)
-        assert seen[0] > 5
-        assert max(seen[1:]) <= 3
-        assert (await client.chat("bulk-key", max_tokens=80)).status_code == 200
-        assert (await client.chat("bulk-key", max_tokens=80)).status_code == 429
-        client.vllm.silent = False
-        assert "rubato" in (await client.chat("ops-key")).json()
-
-    run(scenario, config={"tenants": TENANTS}, silent=True)
+        assert (await client.chat("ops-key", stream=stream)).status_code == 200
+        seen.append(reads)
+    assert seen[0] > 5
+    assert max(seen[1:]) <= 3
+    assert (await client.chat("bulk-key", max_tokens=80)).status_code == 200
+    assert (await client.chat("bulk-key", max_tokens=80)).status_code == 429
+    client.vllm.silent = False
+    assert "rubato" in (await client.chat("ops-key")).json()
 
 
 @on(run, config={"tenants": TENANTS})
@@ -263,10 +261,7 @@ async def test_a_browser_may_read_our_errors_where_it_may_read_vllms(
 
 @pytest.mark.parametrize(
     ("additional", "version", "said"),
-    [
-        ({}, "0.31.2", "vLLM 0.31.2 is installed"),
-        ({"rubato": {"polcy": "edf"}}, "0.32.0", "polcy"),
-    ],
+    [({}, "0.31.2", "vLLM 0.31.2 is installed"), ({"rubato": {"polcy": "edf"}}, "0.32.0", "polcy")],
 )
 def test_a_server_that_cannot_be_served_is_ended_with_a_sentence(
     additional: dict[str, Any],
@@ -625,10 +620,8 @@ async def test_stream_of_responses_that_is_not_refused_passes_unchanged(client: 
         await client.chat(path="/v1/responses", stream=True)
 
 
-def test_background_request_that_vllm_does_not_take_gives_its_place_back() -> None:
-    async def scenario(client: Client) -> None:
-        answer = await client.chat("bulk-key", path="/v1/responses", background=True, temperature=-1)
-        assert answer.status_code == 400
-        assert (await client.chat("bulk-key")).status_code == 200
-
-    run(scenario, {"tenants": TENANTS})
+@on(run, config={"tenants": TENANTS})
+async def test_background_request_that_vllm_does_not_take_gives_its_place_back(client: Client) -> None:
+    answer = await client.chat("bulk-key", path="/v1/responses", background=True, temperature=-1)
+    assert answer.status_code == 400
+    assert (await client.chat("bulk-key")).status_code == 200

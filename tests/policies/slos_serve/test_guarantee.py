@@ -116,11 +116,7 @@ def test_no_admitted_request_misses(case: tuple[Load, Model]) -> None:
 
 
 @few
-@given(
-    promised(),
-    st.sampled_from([0.009, 0.011, 0.014, 0.02, 0.2]),
-    st.sampled_from([0.25, 1.0, 4.0]),
-)
+@given(promised(), st.sampled_from([0.009, 0.011, 0.014, 0.02, 0.2]), st.sampled_from([0.25, 1.0, 4.0]))
 def test_nor_does_one_in_short_batches_or_beside_one_that_has_waited_for_long(
     case: tuple[Load, Model], longest: float, patience: float
 ) -> None:

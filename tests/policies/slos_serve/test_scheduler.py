@@ -244,8 +244,7 @@ def test_settings_are_checked(settings: dict[str, object], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("promise", "first", "declined"),
-    [("start", 29, ("long",)), ("arrival", 29, ("c", "d")), ("start", 20, ("d",))],
+    ("promise", "first", "declined"), [("start", 29, ("long",)), ("arrival", 29, ("c", "d")), ("start", 20, ("d",))]
 )
 def test_an_admission_is_open_until_the_prompt_starts(promise: str, first: int, declined: tuple[str, ...]) -> None:
     """Batches of 40 ms hold 29 tokens beside the decode: four of them the long prompt or the two others. Where the
