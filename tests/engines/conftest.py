@@ -2,6 +2,7 @@
 every family with a tokenizer of bytes."""
 
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rubato_torch import Engine, bundled_model  # noqa: E402
+from rubato_torch.drafters import Drafter  # noqa: E402
+from rubato_torch.model import bytes_per_token  # noqa: E402
+from rubato_torch.model_config import load_config  # noqa: E402
 from tests.engines.byte_tokenizer import write_tokenizer  # noqa: E402
-from tests.engines.driver import Driver  # noqa: E402
+from tests.engines.driver import Driver, started_behind_replica  # noqa: E402
+from tests.engines.torch.harness import BLOCK, BLOCKS, Harness  # noqa: E402
 
 WINDOW = 9  # of the twins that have one: shorter than most prompts
 # What transformers' configuration of each family is given beside `SIZES`.
@@ -159,3 +164,30 @@ def tiny(tiny_folder: Path) -> Iterator[Driver]:
     kv = 256 * 4 * (3 * 2 * 2 * 16 * 4) / 2**30
     with Driver(Engine(tiny_folder, dtype="float32", device="cpu", kv_gib=kv, block_size=4)) as drive:
         yield drive
+
+
+@pytest.fixture
+def harness(twin: Callable[[str], Path]) -> Iterator[Callable[..., Harness]]:
+    """Builds a harness on a twin: `harness("qwen3", drafter, seed)`."""
+    made: list[Harness] = []
+
+    def build(
+        name: str,
+        drafter: Drafter | None,
+        seed: int = 1,
+        *,
+        cache: bool = False,
+        dtype: str = "float32",
+        block: int = BLOCK,
+    ) -> Harness:
+        per_block = block * bytes_per_token(load_config(twin(name)), getattr(torch, dtype))
+        size = BLOCKS * BLOCK // block * per_block / 2**30
+        engine = Engine(twin(name), dtype=dtype, device="cpu", block_size=block, kv_gib=size, drafter=drafter)
+        replica, loop = started_behind_replica(engine, cache)
+        made.append(Harness(engine, replica, loop, random.Random(seed)))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.loop.run_until_complete(one.engine.close())
+        one.loop.close()

@@ -1,136 +1,25 @@
 """Tiny random models of every family give transformers' own greedy tokens: driven through a replica by random plans,
 batched, in chunks, preempted, with shared prompts, with and without the prefix cache."""
 
-import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit import integrity
-
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from rubato.core.events import Event, Finished, Preempted, Started, Tokens  # noqa: E402
-from rubato.core.interfaces import SeqView, View  # noqa: E402
-from rubato.core.plan import (  # noqa: E402
-    Plan,
-    Work,
-    blocks_for,
-)
+from rubato.core.events import Finished, Started  # noqa: E402
 from rubato.core.request import Request, Sampling, Stage  # noqa: E402
-from rubato.replica.replica import Replica  # noqa: E402
-from rubato_torch import Engine  # noqa: E402
-from rubato_torch.model import bytes_per_token  # noqa: E402
 from rubato_torch.model_config import load_config  # noqa: E402
 from tests.engines.conftest import TWINS  # noqa: E402
-from tests.engines.driver import started_behind_replica  # noqa: E402
+from tests.engines.torch.harness import Harness  # noqa: E402
 
-BLOCK, BLOCKS = 4, 64
 NEW = 14
 GO_ON = Sampling(max_tokens=NEW, ignore_eos=True)
-
-
-@dataclass
-class Harness:
-    """An engine behind a replica, and what the replica's events say. `waves`: requests by the step they arrive at."""
-
-    engine: Engine
-    replica: Replica
-    loop: asyncio.AbstractEventLoop
-    rng: random.Random
-    ids: dict[str, list[int]] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)  # when it first started
-    again: int = 0  # cached tokens of those that started again
-    preempted: int = 0
-    together: int = 0  # the most sequences in one batch
-    finished: set[str] = field(default_factory=set)
-
-    def run(self, waves: Sequence[Sequence[Request]], preempt: float) -> None:
-        """Random plans until all have ended."""
-        step = 0
-        waiting = list(waves)
-        while waiting or not self.replica.empty:
-            if waiting and (step % 6 == 0 or self.replica.empty):
-                for request in waiting.pop(0):
-                    self.engine.add(request)
-                    self.ids[request.id] = []
-                    self._note(self.replica.submit(request, float(step)))
-            step += 1
-            assert step < 2000
-            self._step(float(step), preempt)
-        integrity.check(self.replica)
-        assert self.replica.kv.free == self.replica.kv.total
-
-    def _step(self, now: float, preempt: float) -> None:
-        plan = random_plan(self.replica.view(now), self.rng, preempt)
-        batch, events = self.replica.apply(plan, now, "random")
-        self._note(events)
-        if batch.entries:
-            self.together = max(self.together, len(batch.entries))
-            result = self.loop.run_until_complete(self.engine.execute(batch))
-            self._note(self.replica.commit(batch, result, now))
-        self.engine.forget(self.replica.take_gone_ids())
-
-    def _note(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case Tokens():
-                    self.ids[event.id] += event.token_ids
-                case Started():
-                    if event.resumed:
-                        self.again += event.cached
-                    else:
-                        self.cached[event.id] = event.cached
-                case Preempted():
-                    self.preempted += 1
-                case Finished():
-                    assert (event.outcome, event.reason) == ("completed", "length")
-                    self.finished.add(event.id)
-
-
-def random_plan(view: View, rng: random.Random, preempt: float) -> Plan:
-    """Each sequence with probability 0.8, chunks of random sizes, as far as KV goes; where nothing fits, or at random,
-    one loses its KV."""
-    gone: list[str] = []
-    if view.running and rng.random() < preempt:
-        gone.append(rng.choice(view.running).id)
-    seqs: list[SeqView] = [s for s in (*view.running, *view.waiting) if s.id not in gone]
-    rng.shuffle(seqs)
-    free, work = view.kv_free, []
-    for seq in seqs:
-        tokens = min(seq.pending, rng.choice((1, 3, 8, 50)))
-        need = max(0, blocks_for(seq.cached + tokens, BLOCK) - seq.blocks)
-        if need <= free and rng.random() < 0.8:
-            work.append(Work(seq.id, tokens))
-            free -= need
-    if not work and not gone:
-        gone = [rng.choice(view.running).id] if view.running else []
-    return Plan(tuple(work), tuple(gone), wake_at=view.now + 1.0)
-
-
-@pytest.fixture
-def harness(twin: Callable[[str], Path]) -> Any:
-    """Builds a harness, and closes what it built."""
-    made: list[Harness] = []
-
-    def build(name: str, cache: bool, seed: int) -> Harness:
-        per_block = BLOCK * bytes_per_token(load_config(twin(name)), torch.float32)
-        engine = Engine(twin(name), dtype="float32", device="cpu", block_size=BLOCK, kv_gib=BLOCKS * per_block / 2**30)
-        assert engine.limits.kv_blocks == BLOCKS
-        replica, loop = started_behind_replica(engine, cache)
-        made.append(Harness(engine, replica, loop, random.Random(seed)))
-        return made[-1]
-
-    yield build
-    for harness in made:
-        harness.loop.run_until_complete(harness.engine.close())
-        harness.loop.close()
 
 
 def prompts_that_share(rng: random.Random) -> list[list[int]]:
@@ -195,28 +84,30 @@ def test_greedy_tokens_are_transformers_own(
     name: str,
     twin: Callable[[str], Path],
     reference: Callable[[Path, Sequence[Sequence[int]], Sequence[Sequence[int]]], list[list[int]]],
-    harness: Callable[[str, bool, int], Harness],
+    harness: Callable[..., Harness],
 ) -> None:
     prompts = prompts_that_share(random.Random(name))
-    requests = requests_for(prompts)
     cached, again, greedy = {}, {}, dict[str, list[int]]()
     for cache in (False, True):
-        run = harness(name, cache, 1)
-        run.run([requests[:3], requests[3:8], requests[8:]], preempt=0.12)
-        said = [run.ids[f"p{i}"] for i in range(len(prompts) - 1)] + [run.ids["g0"]]
+        run = harness(name, None, cache=cache)
+        run.run(requests_for(prompts), preempt=0.3)
+        ids = {id: one.ids for id, one in run.served.items()}
+        said = [ids[f"p{i}"] for i in range(len(prompts) - 1)] + [ids["g0"]]
         if not cache:
             assert said == reference(twin(name), prompts, said)
-            assert {len(ids) for ids in said} == {NEW}
-            assert len({tuple(ids) for ids in said}) > 6  # the model's output depends on the prompt
-            greedy = run.ids
-        assert run.ids == greedy
-        assert run.ids["g1"] == run.ids["g2"] == run.ids["g0"]
-        assert run.finished == set(run.ids)
+            assert {len(own) for own in said} == {NEW}
+            assert len({tuple(own) for own in said}) > 6  # the model's output depends on the prompt
+            greedy = ids
+        assert ids == greedy
+        assert ids["g1"] == ids["g2"] == ids["g0"]
+        ends = {e.id: (e.outcome, e.reason) for e in run.events if isinstance(e, Finished)}
+        assert ends == dict.fromkeys(ids, ("completed", "length"))
         assert run.preempted >= 5
-        assert run.together >= 4
-        cached[cache] = sum(tokens for id, tokens in run.cached.items() if id.startswith("p"))
-        again[cache] = run.again
-        assert sum(tokens for id, tokens in run.cached.items() if id.startswith("g")) > 0
+        assert run.largest >= 4
+        starts = [e for e in run.events if isinstance(e, Started)]
+        cached[cache] = sum(e.cached for e in starts if not e.resumed and e.id.startswith("p"))
+        again[cache] = sum(e.cached for e in starts if e.resumed)
+        assert sum(e.cached for e in starts if not e.resumed and e.id.startswith("g")) > 0
     assert cached[False] == 0
     assert cached[True] >= 100  # of about 500 prompt tokens, 280 of them in the two prefixes
     assert again[True] > again[False]

@@ -116,6 +116,8 @@ class Harness:
     together: int = 0  # batches of a prefill chunk, a decode and a tree
     steps: int = 0
     accepted: int = 0
+    largest: int = 0  # sequences in a batch
+    events: list[Event] = field(default_factory=list)
 
     def run(
         self,
@@ -149,6 +151,7 @@ class Harness:
         batch, events = self.replica.apply(plan, now, "random")
         self._note(events)
         if batch.entries:
+            self.largest = max(self.largest, len(batch.entries))
             branched = sum(branches(e, self.replica.running[e.seq].draft) for e in batch.entries)
             counts = {e.count for e in batch.entries if not e.verify}
             self.branched += branched
@@ -163,6 +166,7 @@ class Harness:
         self.engine.forget(self.replica.take_gone_ids())
 
     def _note(self, events: Sequence[Event]) -> None:
+        self.events += events
         for event in events:
             match event:
                 case Tokens():
