@@ -75,10 +75,7 @@ def test_cycle_has_every_tier_in_its_share_and_repeats_with_its_seed() -> None:
     ],
 )
 def test_capacity_is_the_rate_at_the_tightest_tpot(changes: dict[str, int], tpot: float, expected: float) -> None:
-    kinds = (
-        Kind("chat", SLO(ttft=1.0, tpot=tpot), fixed(100), fixed(10)),
-        Kind("batch", SLO(), fixed(100), fixed(10)),
-    )
+    kinds = (Kind("chat", SLO(ttft=1.0, tpot=tpot), fixed(100), fixed(10)), Kind("batch", SLO(), fixed(100), fixed(10)))
     assert capacity(STEP, replace(LIMITS, **changes), kinds) == pytest.approx(expected)
 
 

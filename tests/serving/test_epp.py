@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -26,6 +25,7 @@ from rubato.cli.main import main as command
 from rubato.config.schema import ConfigError, load
 from rubato.core.clock import ARRIVAL, Clock, VirtualClock, WallClock, run_strict, run_virtual
 from rubato.core.events import Event, Finished, HandedOff, Offered, Placed, Tokens
+from rubato.core.interfaces import Dispatch, SeqView, View
 from rubato.core.plan import Limits
 from rubato.core.replica_options import ReplicaOptions
 from rubato.fleet.cluster_options import ClusterOptions, PolicyChoice
@@ -177,6 +177,11 @@ class Envoy:
         """None: it has closed the stream."""
         self._messages.put_nowait(raw)
 
+    async def closes(self) -> None:
+        """Close the stream, and wait for the picker to be done with it."""
+        self.shows(None)
+        await self.task
+
     async def answered(self, count: int) -> list[bytes]:
         while len(self.answers) < count:
             self._news.clear()
@@ -209,8 +214,7 @@ class Envoy:
         while data := await reply.part():
             self.shows(wire(5, part(data)))
         self.shows(wire(5, part(b"", last=True)))
-        self.shows(None)
-        await self.task
+        await self.closes()
 
 
 @asynccontextmanager
@@ -381,8 +385,7 @@ async def test_choices_of_one_prompt_are_placed_together_with_the_session_of_a_h
     assert await stream.endpoint() in ALL
     assert [event.request.session for event in fleet.of(Offered)] == ["mine"] * 2
     assert len({event.replica for event in fleet.of(Placed)}) == 1
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
 
 
 @on(picking)
@@ -401,8 +404,7 @@ async def test_a_body_passes_as_it_came_in_pieces_and_trailers_behind_it(fleet: 
     whole = b'{"choices":[{}],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
     stream.shows(wire(5, part(whole)))
     stream.shows(wire(7, wire(1, b"")))
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
     assert stream.answers[-2:] == [passed(4, whole, last=False), wire(6, b"")]
     await after(fleet, 0.5)
     assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
@@ -414,8 +416,7 @@ async def test_what_generates_nothing_goes_to_the_servers_in_turn(fleet: Fleet) 
     for stream in streams:
         stream.shows(request_head("/v1/models", "GET", last=True))
         stream.shows(wire(3, head({":status": "204"}, last=True)))
-        stream.shows(None)
-        await stream.task
+        await stream.closes()
         assert len(stream.answers) == 2
     assert Counter([await stream.endpoint() for stream in streams]) == dict.fromkeys(ENDPOINTS, 2)
     assert fleet.of(Offered) == []
@@ -433,8 +434,7 @@ async def test_only_candidates_are_picked(fleet: Fleet, subset: Any) -> None:
     streams = [fleet.sends(metadata=hint) for _ in range(3)] + [fleet.sends()]
     assert [await stream.endpoint() for stream in streams] == [ENDPOINTS[1]] * 3 + [ENDPOINTS[0]]
     for stream in streams:
-        stream.shows(None)
-        await stream.task
+        await stream.closes()
 
 
 @pytest.mark.parametrize("subset", [[], "", ["10.9.9.9:8000"], ["10.0.0.2:8001"], [["10.0.0.2:8000"]]])
@@ -459,8 +459,7 @@ async def test_a_request_counts_where_it_was_served(fleet: Fleet) -> None:
     assert [event.id for event in fleet.of(HandedOff)] == [fleet.of(Offered)[0].id]
     for at in (2, 3):
         stream.shows(wire(5, part(CHUNKS[at], last=at == 3)))
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
     await after(fleet, 0.1)
     assert [(end.outcome, end.output) for end in fleet.of(Finished)] == [("completed", 3)]
 
@@ -474,76 +473,62 @@ async def test_an_endpoint_that_is_no_server_of_ours_changes_nothing(fleet: Flee
     stream.shows(wire(5, part(CHUNKS[1])))
     await after(fleet, 0.1)
     assert fleet.here()[picked] == 1
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
 
 
 # --------------------------------------------------------------------------- refusals, waits and ends
 
-WAITS = '''
-"""Holds every request until a time."""
-from dataclasses import dataclass
-from rubato.core.interfaces import Dispatch
-
-SOURCE = "a test"
 
 @dataclass
 class Router:
-    needs = frozenset()
+    """Holds every request until a time: this module is a policy."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
     until: float = 0.0
 
-    def observe(self, events):
+    def observe(self, events: Sequence[Event]) -> None:
         pass
 
-    def place(self, held, fleet, now):
+    def place(self, held: Sequence[SeqView], fleet: Sequence[View], now: float) -> Dispatch:
         if now < self.until:
             return Dispatch(wake_at=self.until)
         return Dispatch(place={seq.id: fleet[0].id for seq in held})
-'''
 
 
-def waiting(tmp_path: Path, until: float) -> dict[str, Any]:
-    path = tmp_path / "waits.py"
-    path.write_text(WAITS)
-    return {"name": str(path), "until": until}
+SOURCE = "a test"
 
 
-def test_a_request_is_held_until_it_is_placed(tmp_path: Path) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        await after(fleet, 2.9)
-        assert stream.answers == []
-        assert await stream.endpoint() == ENDPOINTS[0]
-        assert fleet.clock.now() == 3.0
-        await stream.serves(ENDPOINTS[0])
-        await after(fleet, 0.5)
-
-    picking(scenario, router=waiting(tmp_path, 3.0))
+@on(picking, router={"name": __name__, "until": 3.0})
+async def test_request_is_held_until_it_is_placed(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    await after(fleet, 2.9)
+    assert stream.answers == []
+    assert await stream.endpoint() == ENDPOINTS[0]
+    assert fleet.clock.now() == 3.0
+    await stream.serves(ENDPOINTS[0])
+    await after(fleet, 0.5)
 
 
 @pytest.mark.parametrize(("slo", "seconds"), [({"e2e_ms": 5000}, 5.0), ({"ttft_ms": 100}, 60.0), ({}, 60.0)])
-def test_it_is_held_no_longer_than_its_end_or_a_minute(tmp_path: Path, slo: dict[str, int], seconds: float) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        began = fleet.clock.now()
-        status, headers, error = await fleet.sends(slo=slo).error()
-        assert fleet.clock.now() - began == pytest.approx(seconds)
-        assert (status, error["code"], headers["x-rubato-reject-reason"]) == (429, "held-too-long", "held-too-long")
-        assert int(headers["retry-after"]) >= 1
+@on(picking, router={"name": __name__, "until": 1e6})
+async def test_request_is_held_no_longer_than_its_end_or_a_minute(
+    fleet: Fleet, slo: dict[str, int], seconds: float
+) -> None:
+    began = fleet.clock.now()
+    status, headers, error = await fleet.sends(slo=slo).error()
+    assert fleet.clock.now() - began == pytest.approx(seconds)
+    assert (status, error["code"], headers["x-rubato-reject-reason"]) == (429, "held-too-long", "held-too-long")
+    assert int(headers["retry-after"]) >= 1
 
-    picking(scenario, router=waiting(tmp_path, 1e6))
 
-
-def test_a_client_that_leaves_while_it_is_held_is_not_placed(tmp_path: Path) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        stream = fleet.sends()
-        await after(fleet, 1.0)
-        stream.shows(None)
-        await stream.task
-        assert stream.answers == []
-        assert [end.outcome for end in fleet.of(Finished)] == ["cancelled"]
-        assert fleet.of(Placed) == []
-
-    picking(scenario, router=waiting(tmp_path, 9.0))
+@on(picking, router={"name": __name__, "until": 9.0})
+async def test_client_that_leaves_while_it_is_held_is_not_placed(fleet: Fleet) -> None:
+    stream = fleet.sends()
+    await after(fleet, 1.0)
+    await stream.closes()
+    assert stream.answers == []
+    assert [end.outcome for end in fleet.of(Finished)] == ["cancelled"]
+    assert fleet.of(Placed) == []
 
 
 @on(picking)
@@ -558,8 +543,7 @@ async def test_without_a_server_it_is_not_ready_and_answers_503_until_one_is_bac
     assert fleet.picker.is_ready
     stream = fleet.sends()
     assert await stream.endpoint() == ENDPOINTS[1]
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
 
 
 @on(picking)
@@ -571,8 +555,7 @@ async def test_a_server_that_envoy_cannot_reach_is_given_a_rest(fleet: Fleet) ->
         only = metadata(**{"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": [failed]}})
         first.shows(wire(3, head({":status": "503", "content-type": "text/plain"})))
         first.shows(wire(5, part(b"upstream connect error", last=True)))
-        first.shows(None)
-        await first.task
+        await first.closes()
         await after(fleet, 0.1)
     _, end = fleet.of(Finished)
     assert (end.outcome, "Envoy has sent it to" in end.reason) == ("failed", True)
@@ -582,8 +565,7 @@ async def test_a_server_that_envoy_cannot_reach_is_given_a_rest(fleet: Fleet) ->
     assert await streams[-1].endpoint() == failed  # once it has rested
     assert 0.9 <= fleet.clock.now() - end.at <= 2.0
     for stream in streams:
-        stream.shows(None)
-        await stream.task
+        await stream.closes()
 
 
 @on(picking)
@@ -596,8 +578,7 @@ async def test_a_server_that_is_lost_ends_its_requests_whose_rest_still_passes(f
     assert [end.outcome for end in fleet.of(Finished)] == ["failed"]
     assert fleet.here().keys() == ALL - {endpoint}
     stream.shows(wire(5, part(CHUNKS[1], last=True)))
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
     assert stream.answers[-1] == passed(4, CHUNKS[1], last=True)
 
 
@@ -609,8 +590,7 @@ async def test_a_stream_that_envoy_ends_early_is_cancelled(fleet: Fleet) -> None
     stream.shows(wire(5, part(CHUNKS[1])))
     await after(fleet, 0.1)
     assert fleet.here()[endpoint] == 1
-    stream.shows(None)
-    await stream.task
+    await stream.closes()
     assert [end.outcome for end in fleet.of(Finished)] == ["cancelled"]
     assert fleet.here()[endpoint] == 0
 

@@ -78,10 +78,7 @@ def test_recordings_that_ship_are_of_a_model_that_fits() -> None:
         ("fast:0", "noise 'fast:0': fast:0: give a factor in (0, 1000]"),
         ("fast:1001", "fast:1001: give a factor"),
         ("fast:", "fast:: give a factor"),
-        (
-            "wandr",
-            "'wandr' is none: did you mean 'wander'?",
-        ),
+        ("wandr", "'wandr' is none: did you mean 'wander'?"),
         ("wander:2", "'wander:2' is none"),
         ("wander+", "'' is none"),
         (

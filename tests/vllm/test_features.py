@@ -296,9 +296,7 @@ def test_a_pooling_request_is_vllms(model: Path) -> None:
 def connected(model: Path, policy: str, seed: int, queue: str) -> Harness:
     def change(config: Any) -> None:
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector="FakeConnector",
-            kv_connector_module_path="tests.vllm.fake_connector",
-            kv_role="kv_both",
+            kv_connector="FakeConnector", kv_connector_module_path="tests.vllm.fake_connector", kv_role="kv_both"
         )
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
 

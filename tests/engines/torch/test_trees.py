@@ -27,17 +27,7 @@ from rubato_torch.sequence import Sequence as Running  # noqa: E402
 from rubato_torch.trees import Candidates, Walk, accept, check_draft  # noqa: E402
 from rubato_torch.weights import load_weights  # noqa: E402
 from tests.engines.driver import Driver  # noqa: E402
-from tests.engines.torch.harness import (  # noqa: E402
-    BLOCK,
-    DEEP,
-    GO_ON,
-    NEW,
-    WIDE,
-    Harness,
-    Toy,
-    asked,
-    random_tree,
-)
+from tests.engines.torch.harness import BLOCK, DEEP, GO_ON, NEW, WIDE, Harness, Toy, asked, random_tree  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(not llvm_jit.available(), reason="no LLVM kernels on this platform")
 
