@@ -193,7 +193,7 @@ def test_the_window_is_what_keeps_the_tightest_tpot() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"weights": {"a": 0.0}}, {"window": 0}])
-def test_settings_that_mean_nothing(wrong: dict[str, object]) -> None:
+def test_setting_that_means_nothing_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="give"):
         FairShare(**wrong)  # type: ignore[arg-type]
 

@@ -156,7 +156,7 @@ def test_slots_of_what_moves_are_taken() -> None:
         ),
     ],
 )
-def test_impossible_hand_offs(plan: Plan, supports: set[str], says: str) -> None:
+def test_impossible_hand_off_is_refused(plan: Plan, supports: set[str], says: str) -> None:
     r = Replica("r0", replace(LIMITS, max_running=1), Linear(), supports=frozenset(supports))
     for id in "aw":
         r.submit(request(id, 20), 0.0)
@@ -235,7 +235,7 @@ def path(events: Sequence[Event], id: str) -> list[str]:
     return [e.replica for e in events if isinstance(e, Placed) and e.id == id]
 
 
-def test_prefilled_here_decoded_there() -> None:
+def test_request_is_prefilled_here_and_decoded_there() -> None:
     """Prefill 0.03 s, transfer 0.5, then 15 decodes of 0.011."""
     events = scenario([(0.0, offer(request("a", 20, ttft=0.1, tpot=0.02)))], (1, 1))
     assert path(events, "a") == ["r0", "r1"]

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import httpx2
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
 from rubato.frontdoor.tenants import Quota, Tenant
 
@@ -36,6 +37,16 @@ def chunks(response: httpx2.Response | bytes) -> list[dict[str, Any]]:
     raw = response if isinstance(response, bytes) else response.content
     assert raw.endswith(b"data: [DONE]\n\n")
     return [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+def values(page: str) -> Callable[..., float]:
+    """value(name, label=..., ...) of a page of metrics, summed over the series that have these labels."""
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+    def value(name: str, **labels: str) -> float:
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    return value
 
 
 @dataclass

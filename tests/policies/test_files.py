@@ -67,6 +67,6 @@ def test_settings_of_the_router_are_not_the_policys(file: Path) -> None:
         load_router(str(file), {"prefix_afinity": True})
 
 
-def test_no_such_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--policy", "nowhere.py", "--duration", "1"]) == 2
     assert "there is no policy file 'nowhere.py'" in capsys.readouterr().err

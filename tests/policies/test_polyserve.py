@@ -427,7 +427,7 @@ def test_a_kept_seat_that_has_come_to_be_full_is_left_for_its_own_tier_only(tier
         ({"tiers": [0.1, 0.02]}, r"tiers are \(0.1, 0.02\): give TPOTs"),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
+def test_impossible_setting_is_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Router(**settings)
     with pytest.raises(ValueError, match="budget is 0: give the tokens of a prefill batch, at least 1"):

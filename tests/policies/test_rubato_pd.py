@@ -269,7 +269,7 @@ def replace_due(seq: Seq, due: float) -> Seq:
         ({"best_effort": 0.0}, "best_effort is 0.0: give a share of the fleet, above 0 and up to 1"),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], says: str) -> None:
+def test_impossible_setting_is_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Router(**settings)
     with pytest.raises(ValueError, match="at least 2 replicas"):

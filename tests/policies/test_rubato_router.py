@@ -274,7 +274,7 @@ def test_best_effort_goes_where_no_prompt_waits_of_the_loosest() -> None:
         (rubato_pd.Router, {"best_effort": 0.0}, "best_effort is 0.0: give a share of the fleet, above 0 and up to 1"),
     ],
 )
-def test_impossible_settings(made: Any, settings: dict[str, Any], says: str) -> None:
+def test_impossible_setting_is_named(made: Any, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         made(**settings)
 

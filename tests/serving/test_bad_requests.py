@@ -177,7 +177,9 @@ TEXTS: list[tuple[bytes, int, str | None]] = [
     ("path", "cases"), [pytest.param(CHAT, CHATS, id="chat"), pytest.param(TEXT, TEXTS, id="text")]
 )
 @on(edge)
-async def test_malformed_input(at: Edge, path: str, cases: list[tuple[bytes, int, str | None]]) -> None:
+async def test_malformed_input_is_an_error_that_names_the_field(
+    at: Edge, path: str, cases: list[tuple[bytes, int, str | None]]
+) -> None:
     for body, status, param in cases:
         answer = await at.http.post(path, content=body)
         told = (body[:200], answer.text)

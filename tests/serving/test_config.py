@@ -35,7 +35,7 @@ replicas: 2
 """
 
 
-def test_a_file_and_overrides(tmp_path: Path) -> None:
+def test_overrides_win_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rubato.yaml"
     path.write_text(YAML)
     config = load(
@@ -58,7 +58,7 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert latencies[0] is not latencies[1]
 
 
-def test_defaults_and_short_forms() -> None:
+def test_short_form_means_the_long_one() -> None:
     assert load({}) == Config()
     assert load({"policy": "sarathi"}).policy.name == "sarathi"
     assert load({"policy": "sarathi"}, ["policy.chunk=64"]).policy.settings == {"chunk": 64}
@@ -115,7 +115,7 @@ def test_defaults_and_short_forms() -> None:
         ({"host": "unix:/run/rubato.sock"}, ["host", "Unix domain sockets are not supported"]),
     ],
 )
-def test_impossible_settings(tree: dict[str, Any], says: list[str]) -> None:
+def test_impossible_setting_is_named(tree: dict[str, Any], says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load(tree)
     for word in says:
@@ -222,7 +222,7 @@ SIMULATED = {"engine": {"kind": "simulated"}}
         ({**SIMULATED, "lengths": {"kind": "running_mean", "lest": 1}}, ["lest", "'least'"]),
     ],
 )
-def test_what_cannot_be_built(tree: dict[str, Any], says: list[str]) -> None:
+def test_what_cannot_be_built_is_named(tree: dict[str, Any], says: list[str]) -> None:
     with pytest.raises((ConfigError, PolicyError)) as error:
         build(load(tree), VirtualClock())
     for word in says:
@@ -332,7 +332,7 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> Non
 
 
 @pytest.mark.parametrize("override", ["port", "=5", "port=[", "policy.safty"])
-def test_overrides_that_are_none(override: str) -> None:
+def test_override_that_is_none_is_named(override: str) -> None:
     with pytest.raises(ConfigError, match="override"):
         load({}, [override])
 

@@ -270,7 +270,7 @@ async def test_streams_of_named_events_end_by_their_own_last_event(fleet: Fleet,
 
 
 @on(gateway)
-async def test_metrics_of_degraded_modes(fleet: Fleet) -> None:
+async def test_metrics_show_degraded_modes(fleet: Fleet) -> None:
     async def shown(name: str) -> list[float]:
         lines = (await fleet.http.get("/metrics")).text.splitlines()
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"rubato_{name}")]
@@ -671,7 +671,7 @@ async def test_other_paths_go_to_some_server_and_the_board_is_there(fleet: Fleet
         assert (await fleet.http.post("/tokenize", json={"prompt": "a"})).json()["count"] == 1
 
 
-def test_its_configuration() -> None:
+def test_servers_of_a_configuration_are_urls_with_links_and_keys() -> None:
     config: Config = load({"servers": ["http://a:1", {"url": "https://b", "link": "tcp://b:5557", "key_env": "KEY"}]})
     assert [server.url for server in config.servers] == ["http://a:1", "https://b"]
     with pytest.raises(ConfigError, match="holds no key"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from rubato.core.events import Event, Finished, Offered, Stepped, Tokens, Verdict
 from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor.metrics import MAX_REASONS
@@ -14,24 +12,19 @@ from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.serving.server_metrics import Metrics
 from tests.kit import on
 from tests.kit.apps import STEP, Edge, edge
-from tests.kit.asgi import key, tenant
+from tests.kit.asgi import key, tenant, values
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
 async def scrape(at: Edge) -> Callable[..., float]:
-    """value(name, label=..., ...) of a fresh scrape, summed over the series that have these labels."""
+    """`values` of a fresh scrape."""
     answer = await at.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
-    samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
-
-    def value(name: str, **labels: str) -> float:
-        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
-
-    return value
+    return values(answer.text)
 
 
-def test_counts() -> None:
+def test_metrics_count_what_was_served() -> None:
     async def scenario(at: Edge) -> None:
         await asyncio.gather(
             at.chat(service_tier="good", headers=key("a")),

@@ -149,7 +149,7 @@ async def test_a_limit_counts_every_prompt(at: Edge) -> None:
 
 
 @on(edge, tenants=[tenant("a", max_in_flight=6)])
-async def test_prompts_in_flight(at: Edge) -> None:
+async def test_prompts_of_one_request_count_each_in_flight(at: Edge) -> None:
     two, one = {"prompt": WORDS[:2], "n": 2}, {"prompt": "a", "n": 2}
     for bodies, statuses in (
         ([two, one, one], [200, 200, 429]),

@@ -16,7 +16,7 @@ from tests.kit.asgi import key, tenant
 from tests.serving.test_metrics import scrape
 
 
-def test_a_bucket() -> None:
+def test_bucket_refills_and_is_never_more_than_full() -> None:
     bucket = Bucket(60.0)
     bucket.take(50, 0.0)
     assert bucket.wait_seconds(10, 0.0) == 0.0
@@ -65,7 +65,7 @@ async def test_what_did_not_come_out_is_given_back(at: Edge) -> None:
 
 
 @on(edge, tenants=[tenant("a", max_in_flight=2)])
-async def test_in_flight(at: Edge) -> None:
+async def test_tenant_has_no_more_in_flight_than_it_may(at: Edge) -> None:
     answers = await asyncio.gather(*(at.complete(headers=key("a"), max_tokens=20) for _ in range(5)))
     assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
     for answer in answers:

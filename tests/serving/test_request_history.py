@@ -34,7 +34,7 @@ async def page(at: Edge, id: str, who: str = "a") -> Any:
 
 
 @on(edge, tenants=TENANTS, tiers=Tiers([Tier("good", SLO(5.0, 0.2))], "good"))
-async def test_a_finished_request(at: Edge) -> None:
+async def test_finished_request_is_shown_with_its_times(at: Edge) -> None:
     answer = (await at.chat(headers=key("a"), messages=[{"role": "user", "content": "a secret"}])).json()
     told = await page(at, answer["id"])
     assert (told["tenant"], told["tier"], told["state"]) == ("a", "good", "finished")

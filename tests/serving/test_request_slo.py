@@ -36,7 +36,9 @@ def stages(headers: dict[str, str], body: SLOBody | None, tier: str | None = Non
         ({}, {"ttft_ms": None}, "gold", SLO(0.2, 0.05, 5.0)),
     ],
 )
-def test_precedence(headers: dict[str, str], body: dict[str, Any] | None, tier: str | None, slo: SLO) -> None:
+def test_header_wins_over_body_over_tier_in_each_dimension(
+    headers: dict[str, str], body: dict[str, Any] | None, tier: str | None, slo: SLO
+) -> None:
     parsed = SLOBody.model_validate(body) if body is not None else None
     (stage,) = stages(headers, parsed, tier)
     assert stage.slo == slo

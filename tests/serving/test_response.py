@@ -45,7 +45,7 @@ def text_of(chunks: Iterable[Any]) -> str:
 
 
 @on(edge, tiers=GOLD)
-async def test_a_whole_chat(at: Edge) -> None:
+async def test_whole_chat_has_openais_fields_and_a_verdict(at: Edge) -> None:
     answer = await at.chat(service_tier="gold")
     body = answer.json()
     assert answer.status_code == 200
@@ -162,7 +162,7 @@ async def test_a_stream_says_the_same_as_the_whole(at: Edge, endpoint: str) -> N
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
 @on(edge)
-async def test_usage_in_a_stream(at: Edge, endpoint: str) -> None:
+async def test_stream_ends_with_usage_where_it_is_asked_for(at: Edge, endpoint: str) -> None:
     answer = await getattr(at, endpoint)(stream=True, stream_options={"include_usage": True})
     *chunks, last, _ = events(answer.text)
     assert [c["usage"] for c in chunks] == [None] * len(chunks)

@@ -135,7 +135,7 @@ async def test_strangers_state_nothing_past_their_tenant(client: Client) -> None
 
 
 @on(run, config={"tenants": TENANTS})
-async def test_limits_of_a_tenant(client: Client) -> None:
+async def test_limits_of_a_tenant_hold(client: Client) -> None:
     client.vllm.hold = asyncio.Event()
     running = asyncio.create_task(client.chat("bulk-key"))
     await client.arrived(1)

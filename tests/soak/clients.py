@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.kit.asgi import values
 from tests.soak.server import KEYS, Server
 
 SHARES = {"shop": 0.4, "lab": 0.4, "hostile": 0.2}  # of the arrivals
@@ -159,15 +159,9 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def metrics(server: Server, http: aiohttp.ClientSession) -> Callable[..., float]:
-    """value(name, label=...) of a scrape, summed over the series with these labels."""
+    """`values` of a scrape."""
     async with http.get(f"{server.url}/metrics") as answer:
-        text = await answer.text()
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-
-    def value(name: str, **labels: str) -> float:
-        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
-
-    return value
+        return values(await answer.text())
 
 
 async def probe(server: Server, seen: Seen) -> None:

@@ -117,7 +117,7 @@ def test_verification_takes_no_memory_from_anyone() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"max_draft": 10}, {"max_draft": -1}])
-def test_impossible_settings(wrong: dict[str, object]) -> None:
+def test_impossible_setting_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError, match="draft"):
         load("slos_serve", wrong)
 
