@@ -309,7 +309,7 @@ def parsed(text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "chunks",
+    "answer",
     [
         [ROLE, chunk(), chunk("length"), DONE],
         [ROLE, chunk(), chunk("stop"), USAGE, DONE],
@@ -318,17 +318,14 @@ def parsed(text: str) -> list[Any]:
         [ROLE, ROLE, chunk("stop"), USAGE + DONE],
     ],
 )
-def test_the_last_chunk_has_the_verdict_and_no_other_is_changed(chunks: list[bytes]) -> None:
-    async def scenario(client: Client) -> None:
-        answer = await client.chat(stream=True)
-        *others, last = parsed(answer.text)
-        *sent, final = parsed(b"".join(chunks).decode())
-        assert others == sent
-        assert last.pop("service_tier") == "chat"
-        assert last.pop("rubato")["met"] is True
-        assert last == final
-
-    run(scenario, answer=chunks)
+@on(run, "answer")
+async def test_last_chunk_has_the_verdict_and_no_other_is_changed(client: Client, answer: list[bytes]) -> None:
+    *others, last = parsed((await client.chat(stream=True)).text)
+    *sent, final = parsed(b"".join(answer).decode())
+    assert others == sent
+    assert last.pop("service_tier") == "chat"
+    assert last.pop("rubato")["met"] is True
+    assert last == final
 
 
 @on(run, answer=[chunk("stop"), DONE], late=0.05)
@@ -342,34 +339,34 @@ async def test_verdict_that_never_comes_is_not_waited_for(client: Client) -> Non
     assert not client.in_flight
 
 
-def test_a_whole_answer_has_the_verdict_of_its_worst_choice() -> None:
-    async def scenario(client: Client) -> None:
-        answer = (await client.chat(n=2)).json()
-        assert answer["service_tier"] == "flex"
-        assert answer["rubato"]["served"] == "best_effort"
-        assert (answer["rubato"]["met"], answer["rubato"]["cause"]) == (False, "queue")
-        assert len(answer["rubato"]["choices"]) == 2
-        assert client.metric("rubato_slo_missed_total", tier="chat", tenant="default", cause="queue") == 2
+LATE = Verdict(False, "deadline", "queue", ttft=2.0, margin=-1.5)
 
-    verdict = Verdict(False, "deadline", "queue", ttft=2.0, margin=-1.5)
-    run(scenario, verdict=verdict, best_effort=True, choices=2)
+
+@on(run, verdict=LATE, best_effort=True, choices=2)
+async def test_whole_answer_has_the_verdict_of_its_worst_choice(client: Client) -> None:
+    answer = (await client.chat(n=2)).json()
+    assert answer["service_tier"] == "flex"
+    assert answer["rubato"]["served"] == "best_effort"
+    assert (answer["rubato"]["met"], answer["rubato"]["cause"]) == (False, "queue")
+    assert len(answer["rubato"]["choices"]) == 2
+    assert client.metric("rubato_slo_missed_total", tier="chat", tenant="default", cause="queue") == 2
+
+
+WHY = "a token takes 19 ms here alone; asked 3 ms"
 
 
 @pytest.mark.parametrize(
     ("answer", "status"), [([ROLE, ERROR, DONE], 200), ([ERROR, DONE], 200), ({"error": {"code": 500}}, 500)]
 )
-def test_a_refusal_is_a_429_before_the_first_byte(answer: Any, status: int) -> None:
-    async def scenario(client: Client) -> None:
-        refused = await client.chat(stream=isinstance(answer, list), slo={"on_decline": "refuse"})
-        assert refused.status_code == 429
-        assert (refused.headers["x-should-retry"], "retry-after" in refused.headers) == ("false", False)
-        assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
-        assert "a token takes 19 ms here alone; asked 3 ms" in refused.json()["error"]["message"]
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert client.vllm.requests[0].on_decline == "refuse"
-
-    reason = "rejected-slo-infeasible: a token takes 19 ms here alone; asked 3 ms"
-    run(scenario, answer=answer, status=status, outcome="refused", reason=reason)
+@on(run, "answer", "status", outcome="refused", reason=f"rejected-slo-infeasible: {WHY}")
+async def test_refusal_is_a_429_before_the_first_byte(client: Client, answer: Any) -> None:
+    refused = await client.chat(stream=isinstance(answer, list), slo={"on_decline": "refuse"})
+    assert refused.status_code == 429
+    assert (refused.headers["x-should-retry"], "retry-after" in refused.headers) == ("false", False)
+    assert refused.headers["x-rubato-reject-reason"] == "rejected-slo-infeasible"
+    assert WHY in refused.json()["error"]["message"]
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert client.vllm.requests[0].on_decline == "refuse"
 
 
 @on(run)
@@ -412,17 +409,15 @@ def test_a_stream_tells_proxies_not_to_buffer_it_unless_vllm_has_its_own_word(pa
     run(whole)
 
 
-@pytest.mark.parametrize("outcome", ["completed", "refused"])
-def test_a_comment_that_keeps_a_stream_open_waits_for_nothing(outcome: Outcome) -> None:
-    chunks = [b": keep-alive\n\n", *([ERROR] if outcome == "refused" else [chunk("stop")]), DONE]
-
+@pytest.mark.parametrize(("outcome", "then"), [("completed", chunk("stop")), ("refused", ERROR)])
+def test_comment_that_keeps_a_stream_open_waits_for_nothing(outcome: Outcome, then: bytes) -> None:
     async def scenario(client: Client) -> None:
         answer = await client.chat(stream=True)
         assert answer.status_code == 200
         assert answer.content.startswith(b": keep-alive\n\n")
         assert (ERROR in answer.content) is (outcome == "refused")
 
-    run(scenario, answer=chunks, outcome=outcome)
+    run(scenario, answer=[b": keep-alive\n\n", then, DONE], outcome=outcome)
 
 
 @on(run, answer={"error": {"code": 500}}, status=500, outcome="failed", reason="error")
