@@ -147,15 +147,15 @@ async def test_without_a_key_there_is_the_page_and_nothing_on_it(at: Edge) -> No
     assert not [path for path in paths if path == "/" or path.startswith("/board/")]
 
 
-def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for() -> None:
-    async def scenario(at: Edge) -> None:
-        limited, all_of_them = [await seen(at, who) for who in ("limited", "root")]
-        assert [tier["name"] for tier in limited["may_ask_for"]] == ["slow", "flex"]
-        assert [tier["name"] for tier in all_of_them["may_ask_for"]] == ["fast", "slow", "flex"]
-        assert limited["may_ask_for"][0]["slo"] == {"ttft_ms": 9000.0, "tpot_ms": None, "e2e_ms": None}
-
-    tiers = Tiers([Tier("fast", SLO(1.0)), Tier("slow", SLO(9.0))], "fast")
-    edge(scenario, tenants=[tenant("limited", tiers=("slow",)), tenant("root", admin=True)], tiers=tiers)
+@on(
+    edge, tiers=Tiers([Tier("fast", SLO(1.0)), Tier("slow", SLO(9.0))], "fast"),
+    tenants=[tenant("limited", tiers=("slow",)), tenant("root", admin=True)],
+)  # fmt: skip
+async def test_a_tenant_is_offered_the_tiers_that_it_may_ask_for(at: Edge) -> None:
+    limited, all_of_them = [await seen(at, who) for who in ("limited", "root")]
+    assert [tier["name"] for tier in limited["may_ask_for"]] == ["slow", "flex"]
+    assert [tier["name"] for tier in all_of_them["may_ask_for"]] == ["fast", "slow", "flex"]
+    assert limited["may_ask_for"][0]["slo"] == {"ttft_ms": 9000.0, "tpot_ms": None, "e2e_ms": None}
 
 
 @on(edge, tenants=TENANTS)

@@ -19,6 +19,7 @@ from rubato.fleet.upstream import BrokenError
 from rubato.frontdoor.paths import GENERATE
 from rubato.wire.sse_stream import MAX_EVENT_BYTES
 from tests.conftest import PROFILE, examples
+from tests.kit import on
 from tests.kit.asgi import call_asgi
 from tests.kit.gateways import Fleet, gateway
 from tests.stubs.vllm_server import MemoryReply, StubServer, reply_of
@@ -143,27 +144,23 @@ def test_each_response_ends(
 
 @pytest.mark.parametrize("done", [[EVENTS[10]], []])
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_stream_whose_choices_have_ended_ends_though_its_connection_stays_open(
-    done: list[bytes], linked: bool
+@on(gateway, "linked", servers=1)
+async def test_a_stream_whose_choices_have_ended_ends_though_its_connection_stays_open(
+    fleet: Fleet, done: list[bytes]
 ) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        began = fleet.clock.now()
-        (got,) = await asyncio.gather(post(fleet, "/v1/completions", {"prompt": "hi", "stream": True}, 0.0))
-        assert b"".join(m.get("body", b"") for m in got).endswith(b"data: [DONE]\n\n")
-        assert fleet.clock.now() - began < 3.0
-
-    script = [Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], *done], "never", 0.0)]
-    gateway(scenario, servers=1, linked=linked, change=lambda servers: by(script, servers))
+    by([Answer(200, "text/event-stream", [EVENTS[1], EVENTS[3], *done], "never", 0.0)], fleet.servers)
+    began = fleet.clock.now()
+    (got,) = await asyncio.gather(post(fleet, "/v1/completions", {"prompt": "hi", "stream": True}, 0.0))
+    assert b"".join(m.get("body", b"") for m in got).endswith(b"data: [DONE]\n\n")
+    assert fleet.clock.now() - began < 3.0
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_the_error_that_ends_a_stream_is_an_event_of_its_own_behind_half_an_event(linked: bool) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        body = {"prompt": "hi", "stream": True, "n": 2}
-        (got,) = await asyncio.gather(post(fleet, "/v1/completions", body, 0.0))
-        last = b"".join(m.get("body", b"") for m in got).rstrip().split(b"\n\n")[-1]
-        assert "error" in orjson.loads(last.removeprefix(b"data: "))
-
+@on(gateway, "linked", servers=1)
+async def test_the_error_that_ends_a_stream_is_an_event_of_its_own_behind_half_an_event(fleet: Fleet) -> None:
     half = b'data: {"a":"' + b"a" * MAX_EVENT_BYTES
-    script = [Answer(200, "text/event-stream", [EVENTS[1], half], "break", 0.0)]
-    gateway(scenario, servers=1, linked=linked, change=lambda servers: by(script, servers))
+    by([Answer(200, "text/event-stream", [EVENTS[1], half], "break", 0.0)], fleet.servers)
+    body = {"prompt": "hi", "stream": True, "n": 2}
+    (got,) = await asyncio.gather(post(fleet, "/v1/completions", body, 0.0))
+    last = b"".join(m.get("body", b"") for m in got).rstrip().split(b"\n\n")[-1]
+    assert "error" in orjson.loads(last.removeprefix(b"data: "))

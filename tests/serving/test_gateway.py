@@ -600,21 +600,20 @@ async def test_a_streams_first_token_counts_from_when_it_is_passed_on(fleet: Fle
     assert (told["met"], told["cause"], told["ttft_ms"]) == (False, "gateway", 300.0)
 
 
-def test_a_server_that_is_not_there_at_the_start_is_waited_for() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        assert list(fleet.cluster.hosts) == ["r0"]
-        assert (await fleet.complete()).status_code == 200
-        assert not fleet.servers[0].bodies
-        fleet.servers[0].down = False
-        await asyncio.sleep(3.0)
-        assert list(fleet.cluster.hosts) == ["r0", "r1"]
-        await asyncio.gather(*(fleet.complete() for _ in range(4)))
-        assert len(fleet.servers[0].bodies) == 2
+def first_is_down(servers: list[StubServer]) -> None:
+    servers[0].down = True
 
-    def down(servers: list[StubServer]) -> None:
-        servers[0].down = True
 
-    gateway(scenario, change=down)
+@on(gateway, change=first_is_down)
+async def test_server_that_is_not_there_at_the_start_is_waited_for(fleet: Fleet) -> None:
+    assert list(fleet.cluster.hosts) == ["r0"]
+    assert (await fleet.complete()).status_code == 200
+    assert not fleet.servers[0].bodies
+    fleet.servers[0].down = False
+    await asyncio.sleep(3.0)
+    assert list(fleet.cluster.hosts) == ["r0", "r1"]
+    await asyncio.gather(*(fleet.complete() for _ in range(4)))
+    assert len(fleet.servers[0].bodies) == 2
 
 
 @on(gateway)

@@ -50,21 +50,14 @@ async def answers(fleet: Fleet, models: Sequence[str], **body: Any) -> list[int]
         *[(policy, "auto", True) for policy in ("polyserve", "slos_serve", "ascendra", "rubato")],
     ],
 )
-def test_request_goes_to_a_server_that_lists_its_model_whatever_the_router(
-    policy: str, router: str, linked: bool
-) -> None:
-    async def scenario(fleet: Fleet) -> None:
-        models = ["lora-x", "stub", "lora-y", "lora-x", "stub", "stub"] * 6
-        assert await answers(fleet, models, service_tier="chat") == [200] * 36
-        assert got(fleet, "lora-x")[1] == 0
-        assert got(fleet, "lora-y")[:2] == [0, 0]
-        assert min(sum(got(fleet, "lora-x")) - 11, sum(got(fleet, "stub")) - 17) > 0  # a scheduler may hand one on
-        assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
-
-    profile = Model(b=(0.1, 0.0))
-    gateway(
-        scenario, servers=3, linked=linked, policy=policy, router=router, profile=lambda: profile, change=change
-    )  # fmt: skip
+@on(gateway, "linked", "policy", "router", servers=3, profile=lambda: Model(b=(0.1, 0.0)), change=change)
+async def test_request_goes_to_a_server_that_lists_its_model_whatever_the_router(fleet: Fleet) -> None:
+    models = ["lora-x", "stub", "lora-y", "lora-x", "stub", "stub"] * 6
+    assert await answers(fleet, models, service_tier="chat") == [200] * 36
+    assert got(fleet, "lora-x")[1] == 0
+    assert got(fleet, "lora-y")[:2] == [0, 0]
+    assert min(sum(got(fleet, "lora-x")) - 11, sum(got(fleet, "stub")) - 17) > 0  # a scheduler may hand one on
+    assert {event.outcome for event in fleet.of(Finished)} == {"completed"}
 
 
 @on(gateway, servers=3, change=change)

@@ -24,52 +24,52 @@ async def scrape(at: Edge) -> Callable[..., float]:
     return values(answer.text)
 
 
-def test_metrics_count_what_was_served() -> None:
-    async def scenario(at: Edge) -> None:
-        await asyncio.gather(
-            at.chat(service_tier="good", headers=key("a")),
-            at.chat(service_tier="good", headers=key("b"), user="a"),
-            at.chat(service_tier="late", headers=key("b")),
-            at.chat(service_tier="never", headers=key("b")),
-            at.complete(headers=key("c")),
-        )
-        value = await scrape(at)
-        assert value("rubato_requests_offered_total") == 5
-        assert value("rubato_requests_offered_total", tenant="b") == 3
-        assert value("rubato_requests_offered_total", tier="good", tenant="a") == 1
-        assert value("rubato_requests_finished_total", outcome="completed") == 4
-        assert value("rubato_requests_finished_total", tier="never", outcome="refused") == 1
-        assert value("rubato_slo_met_total", dimension="all") == 3
-        assert value("rubato_slo_met_total", tier="good", dimension="all") == 2
-        assert value("rubato_slo_met_total", tier="good", dimension="ttft") == 2
-        assert value("rubato_slo_promised_total") == value("rubato_slo_promised_total", dimension="ttft") == 4
-        assert value("rubato_slo_met_total", dimension="ttft") == 2
-        assert value("rubato_pause_seconds_count", tier="good") == 2
-        assert value("rubato_pause_seconds_sum", tier="good") >= 2 * STEP - 1e-9
-        assert value("rubato_pause_seconds_count", tier="never") == 0
-        assert value("rubato_requests_refused_total", tier="never") == 1
-        assert value("rubato_tenant_tokens_total", tenant="b", kind="output") == 6
-        assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3
-        assert value("rubato_slo_missed_total", tier="never", cause="infeasible") == 1
-        assert value("rubato_slo_missed_total") == 2
-        judged = ("slo_met_total", {"dimension": "all"}), ("slo_missed_total", {}), ("slo_unjudged_total", {})
-        ends = sum(value(f"rubato_{name}", **labels) for name, labels in judged)
-        assert ends == value("rubato_requests_finished_total") == 5
-        assert value("rubato_demotions_total") == 1
-        assert value("vllm:generation_tokens_total") == 12
-        assert value("vllm:prompt_tokens_total") == 20 * 3 + 3
-        assert value("vllm:request_success_total", finished_reason="length") == 4
-        assert value("vllm:time_to_first_token_seconds_count") == 4
-        assert value("vllm:inter_token_latency_seconds_count") == 8
-        assert value("vllm:e2e_request_latency_seconds_count") == 4
-        steps = [e.shape for e in at.events if isinstance(e, Stepped)]
-        assert value("rubato_step_seconds_count") == len(steps)
-        assert abs(value("rubato_step_seconds_sum") - STEP * len(steps)) < 1e-9
-        assert value("rubato_step_seqs_sum", replica="r0") == sum(s.seqs for s in steps)
-        assert value("rubato_step_tokens_sum", replica="r0") == sum(s.tokens for s in steps)
-
-    tiers = Tiers([Tier("good", SLO(ttft=5.0)), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")])
-    edge(scenario, tiers=tiers, tenants=[tenant("a"), tenant("b"), tenant("c")])
+@on(
+    edge, tenants=[tenant("a"), tenant("b"), tenant("c")],
+    tiers=Tiers([Tier("good", SLO(ttft=5.0)), Tier("late", SLO(ttft=0.05)), Tier("never", SLO(ttft=0.001), "refuse")]),
+)  # fmt: skip
+async def test_metrics_count_what_was_served(at: Edge) -> None:
+    await asyncio.gather(
+        at.chat(service_tier="good", headers=key("a")),
+        at.chat(service_tier="good", headers=key("b"), user="a"),
+        at.chat(service_tier="late", headers=key("b")),
+        at.chat(service_tier="never", headers=key("b")),
+        at.complete(headers=key("c")),
+    )
+    value = await scrape(at)
+    assert value("rubato_requests_offered_total") == 5
+    assert value("rubato_requests_offered_total", tenant="b") == 3
+    assert value("rubato_requests_offered_total", tier="good", tenant="a") == 1
+    assert value("rubato_requests_finished_total", outcome="completed") == 4
+    assert value("rubato_requests_finished_total", tier="never", outcome="refused") == 1
+    assert value("rubato_slo_met_total", dimension="all") == 3
+    assert value("rubato_slo_met_total", tier="good", dimension="all") == 2
+    assert value("rubato_slo_met_total", tier="good", dimension="ttft") == 2
+    assert value("rubato_slo_promised_total") == value("rubato_slo_promised_total", dimension="ttft") == 4
+    assert value("rubato_slo_met_total", dimension="ttft") == 2
+    assert value("rubato_pause_seconds_count", tier="good") == 2
+    assert value("rubato_pause_seconds_sum", tier="good") >= 2 * STEP - 1e-9
+    assert value("rubato_pause_seconds_count", tier="never") == 0
+    assert value("rubato_requests_refused_total", tier="never") == 1
+    assert value("rubato_tenant_tokens_total", tenant="b", kind="output") == 6
+    assert value("rubato_tenant_tokens_total", kind="prompt") == 20 * 3 + 3
+    assert value("rubato_slo_missed_total", tier="never", cause="infeasible") == 1
+    assert value("rubato_slo_missed_total") == 2
+    judged = ("slo_met_total", {"dimension": "all"}), ("slo_missed_total", {}), ("slo_unjudged_total", {})
+    ends = sum(value(f"rubato_{name}", **labels) for name, labels in judged)
+    assert ends == value("rubato_requests_finished_total") == 5
+    assert value("rubato_demotions_total") == 1
+    assert value("vllm:generation_tokens_total") == 12
+    assert value("vllm:prompt_tokens_total") == 20 * 3 + 3
+    assert value("vllm:request_success_total", finished_reason="length") == 4
+    assert value("vllm:time_to_first_token_seconds_count") == 4
+    assert value("vllm:inter_token_latency_seconds_count") == 8
+    assert value("vllm:e2e_request_latency_seconds_count") == 4
+    steps = [e.shape for e in at.events if isinstance(e, Stepped)]
+    assert value("rubato_step_seconds_count") == len(steps)
+    assert abs(value("rubato_step_seconds_sum") - STEP * len(steps)) < 1e-9
+    assert value("rubato_step_seqs_sum", replica="r0") == sum(s.seqs for s in steps)
+    assert value("rubato_step_tokens_sum", replica="r0") == sum(s.tokens for s in steps)
 
 
 @on(edge)

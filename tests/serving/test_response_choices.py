@@ -109,22 +109,18 @@ async def test_without_a_usage_chunk_the_last_finish_carries_the_verdict(at: Edg
     assert sorted(per_choice) == [(0, 1), (0, 1), (1, 1), (1, 2), (1, 2)]
 
 
-def test_the_verdict_of_all_is_that_of_the_worst() -> None:
+@on(edge, limits=Limits(2, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16), policy="vllm")
+async def test_the_verdict_of_all_is_that_of_the_worst(at: Edge) -> None:
     """Room for two at once: the third choice begins when one of the others has ended, beyond its TTFT."""
-
-    async def scenario(at: Edge) -> None:
-        report = (await at.complete(n=3, slo={"ttft_ms": 1e3 * 2.5 * STEP})).json()["rubato"]
-        each = report["choices"]
-        assert [c["met"] for c in each] == [True, True, False]
-        worst = each[2]
-        assert report["met"] is False
-        assert {k: v for k, v in report.items() if k != "choices"} == {k: v for k, v in worst.items() if k != "index"}
-        assert report["margin_ms"] == min(c["margin_ms"] for c in each)
-        kept = (await at.complete(n=2, slo={"ttft_ms": 1e3 * 5})).json()["rubato"]
-        assert (kept["met"], [c["met"] for c in kept["choices"]]) == (True, [True, True])
-
-    limits = Limits(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=256, kv_blocks=64, block_size=16)
-    edge(scenario, limits=limits, policy="vllm")
+    report = (await at.complete(n=3, slo={"ttft_ms": 1e3 * 2.5 * STEP})).json()["rubato"]
+    each = report["choices"]
+    assert [c["met"] for c in each] == [True, True, False]
+    worst = each[2]
+    assert report["met"] is False
+    assert {k: v for k, v in report.items() if k != "choices"} == {k: v for k, v in worst.items() if k != "index"}
+    assert report["margin_ms"] == min(c["margin_ms"] for c in each)
+    kept = (await at.complete(n=2, slo={"ttft_ms": 1e3 * 5})).json()["rubato"]
+    assert (kept["met"], [c["met"] for c in kept["choices"]]) == (True, [True, True])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -188,22 +188,19 @@ class EachSecond(Failing):
 
 
 @pytest.mark.parametrize("engine", [Engine, EachSecond])
-def test_our_own_server_shows_no_prompt_and_no_key(engine: type[Engine], records: Records) -> None:
-    async def scenario(at: Edge) -> None:
-        said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
-        statuses = set()
-        for stream in (False, True):
-            for fields in ({}, {"temperature": -1}, {"messages": [{"role": PROMPT}]}, {"max_tokens": 10**6}):
-                for who in (TENANT, "other", "none"):
-                    own = {"messages": said} if who == TENANT else {}
-                    response = await at.chat(key(who), stream=stream, **{**own, **fields})
-                    statuses.add(response.status_code)
-                    assert_without(shown(response), may=(PROMPT,) if response.status_code == 400 else ())
-        assert statuses >= {500 if engine is EachSecond else 200, 400, 401, 429}
-        await assert_unseen(at.http, records)
-
-    people = [tenant(TENANT, requests_per_minute=7.0), *PEOPLE[1:]]
-    edge(scenario, tenants=people, engine=engine)
+@on(edge, "engine", tenants=[tenant(TENANT, requests_per_minute=7.0), *PEOPLE[1:]])
+async def test_our_own_server_shows_no_prompt_and_no_key(at: Edge, engine: type[Engine], records: Records) -> None:
+    said = [{"role": "user", "content": f"tell me of {PROMPT}"}]
+    statuses = set()
+    for stream in (False, True):
+        for fields in ({}, {"temperature": -1}, {"messages": [{"role": PROMPT}]}, {"max_tokens": 10**6}):
+            for who in (TENANT, "other", "none"):
+                own = {"messages": said} if who == TENANT else {}
+                response = await at.chat(key(who), stream=stream, **{**own, **fields})
+                statuses.add(response.status_code)
+                assert_without(shown(response), may=(PROMPT,) if response.status_code == 400 else ())
+    assert statuses >= {500 if engine is EachSecond else 200, 400, 401, 429}
+    await assert_unseen(at.http, records)
 
 
 @pytest.mark.parametrize("words", [["gateway", "--server"], ["epp", "--server"], ["bench"]])
