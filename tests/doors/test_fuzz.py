@@ -25,6 +25,7 @@ from tests.doors import doors
 from tests.doors.doors import DOORS, Answer, Door, at
 from tests.doors.strict_servers import BY_SERVER, StrictServer, StrictVLLM
 from tests.doors.test_contract import BULK, CHAT, KEY, OPS, TEXT
+from tests.kit import servers
 
 WITHIN_S = 400.0  # of virtual time: a request of the whole context takes 102, and waits for those before it
 TENANTS: dict[str, Any] = {
@@ -189,7 +190,7 @@ def once_changed(draw: Any) -> Fuzzed:
 @pytest.fixture(autouse=True)
 def _servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(link.KEY, "a key")
-    monkeypatch.setattr(doors, "StubServer", StrictServer)
+    monkeypatch.setattr(servers, "StubServer", StrictServer)
     monkeypatch.setattr(doors, "VLLM", StrictVLLM)
 
 
