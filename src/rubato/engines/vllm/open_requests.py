@@ -121,7 +121,6 @@ class OpenRequests:
                 seq.request = request_of_gateway(seq.vllm_request, own.contract)
                 self._attach(seq, own)
                 seq._deadlines = None
-                seq.show_due()
                 self.untracked -= is_movable(seq)
                 self.changes += 1
                 self._slack.invalidate()

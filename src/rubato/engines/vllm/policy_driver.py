@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rubato.core.capabilities import cure
 from rubato.core.clock import WallClock
@@ -21,6 +21,7 @@ from rubato.core.length_prediction import DEFAULT_LENGTHS, PREDICTORS
 from rubato.core.plan import Limits, Plan, Sample, Shape
 from rubato.engines.vllm.core_link import CoreLink
 from rubato.engines.vllm.drafts import VllmDrafts
+from rubato.engines.vllm.due_columns import DueColumns
 from rubato.engines.vllm.gateway_commands import GatewayCommands
 from rubato.engines.vllm.guards import Guard, guarded
 from rubato.engines.vllm.open_requests import OpenRequests
@@ -102,8 +103,8 @@ class PolicyDriver:
         self._view_asked_at = inf  # when a view was first asked for
         self._planned: PlannedStep | None = None  # the last plan
         self._is_busy = False  # there was more to do then
-        # The last view's running requests: the state that they were found in, vLLM's, the sequences and their ids.
-        self._found: tuple[int, list[Any], Sequence[VllmSeq], Collection[str]] | None = None
+        # The last view's running requests: the state that they were found in, vLLM's, and ours.
+        self._found: tuple[int, list[Any], Sequence[VllmSeq], Collection[str], DueColumns] | None = None
         # The last view's waiting requests: the state that they were shown in, vLLM's queue (so that no other list gets
         # its place in memory), what tells whether their hits are current, and the sequences.
         self._shown: tuple[tuple[int, int, bool], Sequence[Any], HitEnds, tuple[VllmSeq, ...]] | None = None
@@ -134,9 +135,10 @@ class PolicyDriver:
         if not self._batches:
             self.latency.idle(now - max(self._last, self._view_asked_at))
         queued = self._show_waiting(waiting, seqs, now)
-        holding, running_ids = self._find_running(running, seqs, now)
+        holding, running_ids, due_columns = self._find_running(running, seqs, now)
         places += len(running) - len(holding)
-        prefilling, decodes, decode_kv, blocks = self._show_running(holding)
+        prefilling, decodes, decode_kv, blocks = self._count_running(holding)
+        due_columns.begin_view()
         self.drafts.show(holding)
         others = [seq for r in moving if (seq := seqs.get(r.request_id)) is not None]
         for seq in others:
@@ -149,13 +151,14 @@ class PolicyDriver:
             supports=self.supports - {"handoff"} if self.requests.untracked and not hidden else self.supports,
             role=self.commands.role, running_ids=running_ids, prefilling=prefilling,
             decodes=Shape.decodes(decodes, decode_kv + decodes), decode_blocks=blocks, slo_rule=self._slo_rule,
+            due_columns=due_columns,
         )  # fmt: skip
 
     def _find_running(
         self, running: Sequence[Any], known: Mapping[str, VllmSeq], now: float
-    ) -> tuple[Sequence[VllmSeq], Collection[str]]:
-        """The running sequences in order of start, and their ids: looked up again only if something but tokens came or
-        went, since most steps run the same requests."""
+    ) -> tuple[Sequence[VllmSeq], Collection[str], DueColumns]:
+        """Returns the running sequences in order of start, their ids and due times: looked up again only if something
+        but tokens came or went, since most steps run the same requests."""
         changes = self.requests.changes if known is self.requests.seqs else -1
         if self._found is not None and changes == self._found[0] and running == self._found[1]:
             return self._found[2:]
@@ -165,26 +168,19 @@ class PolicyDriver:
             if seq.arriving:
                 self.requests.take_kv(seq, now, seq.vllm_request.num_computed_tokens)
         ids = {seq.id for seq in holding}
-        self._found = None if changes < 0 else (changes, list(running), holding, ids)
-        return holding, ids
+        due_columns = DueColumns(holding)
+        self._found = None if changes < 0 else (changes, list(running), holding, ids, due_columns)
+        return holding, ids, due_columns
 
-    def _show_running(self, holding: Sequence[VllmSeq]) -> tuple[list[VllmSeq], int, int, int]:
-        """Shows the counts of running sequences. Returns those that prefill, and of those that decode the number, the
-        tokens in KV, and the blocks that their next tokens need."""
+    def _count_running(self, holding: Sequence[VllmSeq]) -> tuple[list[VllmSeq], int, int, int]:
+        """Returns those that prefill of the running sequences, and of those that decode the number, the tokens in KV,
+        and the blocks that their next tokens need."""
         block, ahead, decodes, decode_kv, blocks = self.limits.block_size, self._kv.lookahead_tokens, 0, 0, 0
         prefilling = []
-        for seq in holding:  # without calls: for each decode in every step
+        for seq in holding:  # without calls of ours: for each decode in every step
             vllm_request = seq.vllm_request
-            seq.cached = cached = vllm_request.num_computed_tokens
-            seq.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
-            first, tpot, end, max_pause = seq._deadlines or seq._compute_deadlines()
-            if (i := seq._output + seq.expected_tokens) and max_pause == inf:
-                at = first + i * tpot
-                seq.due = at if at < end else end
-            else:
-                seq.show_due()
-            seq.pending = pending = length - cached
-            if pending != 1:
+            cached = vllm_request.num_computed_tokens
+            if vllm_request.num_tokens + vllm_request.num_output_placeholders - cached != 1:
                 prefilling.append(seq)
                 continue
             decodes += 1
@@ -292,12 +288,12 @@ class PolicyDriver:
         seqs, entries, drafting = self.requests.seqs, list[tuple[int, int]](), list[tuple[int, int]]()
         most, decodes, kv, step = self.drafts.max_tokens, 0, 0, self._planned
         self._planned = None
+        first_due = float(step.view.dues.min(initial=inf)) if step is not None else -inf
         if step is not None and runs_all_decodes(step) and step.chunks == output.num_scheduled_tokens:
             view = step.view
-            decoding = cast("Sequence[VllmSeq]", view.running)
-            for seq in (sampling := [s for s in decoding if s.pending == 1]):
+            for seq in (sampling := [seqs[id] for id in step.chunks]):
                 seq.expected_tokens += 1
-            self._begin(now, output, view.decodes, view.decodes, sampling)
+            self._begin(now, output, view.decodes, view.decodes, sampling, first_due)
             return
         drafts = most > 0 and not getattr(output, "skip_drafts", False)  # from vLLM 0.33 on
         for id, tokens in output.num_scheduled_tokens.items():
@@ -318,14 +314,16 @@ class PolicyDriver:
             elif known is not None and known.waiting:
                 self.requests.start(known, now, begun)
         of_decodes = Shape.decodes(decodes, kv)
-        self._begin(now, output, of_decodes.with_entries(entries, drafting), of_decodes, sampling)
+        self._begin(now, output, of_decodes.with_entries(entries, drafting), of_decodes, sampling, first_due)
 
-    def _begin(self, now: float, output: Any, shape: Shape, decodes: Shape, sampling: Sequence[VllmSeq]) -> None:
+    def _begin(
+        self, now: float, output: Any, shape: Shape, decodes: Shape, sampling: Sequence[VllmSeq], first_due: float
+    ) -> None:
         """Records a batch that begins. The arguments are those of `InFlightBatch`."""
         self.guard.steps += 1
         self.requests.kv_arrived.difference_update(output.num_scheduled_tokens)
         since = self._last if self._is_busy else now
-        self._batches.append(InFlightBatch(output, shape, decodes, since, sampling))
+        self._batches.append(InFlightBatch(output, shape, decodes, since, sampling, first_due))
         gateways = self.reporting.gateways
         if gateways is not None and shape.seqs:
             seconds = self.latency.step_time(shape) if gateways.link.listeners else 0.0
@@ -361,8 +359,7 @@ class PolicyDriver:
         is_read = not getattr(self.policy, "can_skip_tokens", False) or (
             gateways is not None and gateways.link.listeners
         )
-        # Without another batch since, the due times in the last view are those of this batch's tokens, or earlier ones.
-        is_alone = not self._batches
+        all_in_time = now <= flight.first_due
         for core in outputs.values():
             for out in core.outputs:
                 seq, ids = seqs.get(out.request_id), out.new_token_ids
@@ -370,7 +367,7 @@ class PolicyDriver:
                     self._book(out, now, len(drafted.get(out.request_id, ())) if drafted else 0)
                     continue
                 place = seq._output
-                if is_alone and place == seq._checked and now <= seq.due:
+                if all_in_time and place == seq._checked:
                     seq.times[-1].append(now)
                     seq._output = seq._checked = place + 1
                 else:

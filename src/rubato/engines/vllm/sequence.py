@@ -191,10 +191,11 @@ class VllmSeq(Seq):
     """Shows one vLLM request to policies (a `SeqView`): vLLM keeps its tokens and KV, `Seq` the rest.
 
     `expected_tokens` counts output tokens that the batches in flight bring at least, one each; `output` and `due` count
-    them, since the next step's token comes after them. `length`, `cached`, `pending` and `due` are as of the last view.
-    `wait_spans` has begin, end and cause of each wait. `reported_tokens` counts output tokens that API servers know.
-    `gateway_request` is None if no gateway sent the request. While `arriving`, its KV is at another engine, or being
-    transferred. With `prefill_only` it ends here after its prefill, and decodes elsewhere.
+    them, since the next step's token comes after them. `length`, `cached` and `pending` are read from vLLM's request,
+    but for the `hit_tokens` that the prefix cache had of a waiting one at the last view. `wait_spans` has begin, end
+    and cause of each wait. `reported_tokens` counts output tokens that API servers know. `gateway_request` is None if
+    no gateway sent the request. While `arriving`, its KV is at another engine, or being transferred. With
+    `prefill_only` it ends here after its prefill, and decodes elsewhere.
 
     Args:
         vllm_request: vLLM's Request.
@@ -204,14 +205,10 @@ class VllmSeq(Seq):
     """
 
     __slots__ = (
-        "arriving", "cached", "due", "expected_tokens", "gateway_request", "hit", "length", "pending", "prefill_only",
-        "reported_tokens", "ticket", "vllm_request", "wait_spans", "waiting",
+        "arriving", "expected_tokens", "gateway_request", "hit", "hit_tokens", "prefill_only", "reported_tokens",
+        "ticket", "vllm_request", "wait_spans", "waiting",
     )  # fmt: skip
     kv: KVMemory  # type: ignore[assignment]  # which asks for vLLM's own of it
-    length: int
-    cached: int
-    pending: int
-    due: float
 
     def __init__(
         self,
@@ -227,14 +224,12 @@ class VllmSeq(Seq):
         self.vllm_request = vllm_request
         self.waiting = True
         self.hit: Hit | None = None
-        self.length = self.pending = vllm_request.num_tokens
-        self.cached = 0
+        self.hit_tokens = 0
         self.reported_tokens = self._output  # its output before a move was reported there
         self.ticket = ticket
         self.gateway_request: GatewayRequest | None = None
         self.arriving = self.prefill_only = False
         self.wait_spans: list[tuple[float, float, Cause]] = []
-        self.show_due()
 
     def mark_started(self, now: float, cached: int) -> None:
         """Marks the request as started: it is in its first batch since it came or was preempted."""
@@ -255,33 +250,35 @@ class VllmSeq(Seq):
     def in_flight(self) -> int:
         return int(self.vllm_request.num_in_flight_tokens)
 
-    def show_waiting(self, cached: int) -> None:
-        """Shows the request as waiting.
+    @property  # type: ignore[misc]  # vLLM counts it
+    def cached(self) -> int:
+        tokens: int = self.hit_tokens if self.waiting and not self.arriving else self.vllm_request.num_computed_tokens
+        return tokens
 
-        Args:
-            cached: tokens of it in the prefix cache.
-        """
-        self.draft, self.waiting, self.cached = None, True, cached
-        self.length = self.vllm_request.num_tokens
-        self.pending = self.length - cached
-        self.show_due()
+    @property
+    def length(self) -> int:
+        vllm_request = self.vllm_request
+        return int(vllm_request.num_tokens + vllm_request.num_output_placeholders)
 
-    def show_due(self) -> None:
-        """Works out once for each view what a policy asks for often."""
+    @property
+    def pending(self) -> int:
+        return self.length - self.cached
+
+    @property
+    def due(self) -> float:
         first, tpot, end, max_pause = self._deadlines or self._compute_deadlines()
         i = self._output + self.expected_tokens
         at = first + i * tpot if i else first
         if max_pause < inf and i:  # from the last that is out, since when those in flight come is not known
             at = min(at, self.last_token_at + max_pause)
-        self.due = at if at < end else end
+        return at if at < end else end
+
+    def show_waiting(self, hit_tokens: int) -> None:
+        """Shows the request as waiting, with so many tokens of it in the prefix cache."""
+        self.draft, self.waiting, self.hit_tokens = None, True, hit_tokens
 
     def show_moving(self) -> None:
         """Shows the request as not schedulable: its batch runs, or its KV has not come."""
-        vllm_request = self.vllm_request
-        self.cached = cached = vllm_request.num_computed_tokens
-        self.length = length = vllm_request.num_tokens + vllm_request.num_output_placeholders
-        self.pending = length - cached
-        self.show_due()
         self.waiting = self.waiting and self.arriving  # as it was until its KV has come
 
     def add_decoded(self, now: float) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rubato.core.interfaces import View
 from rubato.core.plan import NO_BATCH, Plan, Shape
+from rubato.engines.vllm.due_columns import DueColumns
 from rubato.engines.vllm.sequence import VllmSeq
 
 
@@ -19,6 +23,7 @@ class InFlightBatch:
         decodes: the part of its shape that decodes.
         since: when it began (s).
         sampling: requests that get at least one token.
+        first_due: no token after a request's first is due earlier (s); -inf: unknown.
     """
 
     output: Any  # vLLM's SchedulerOutput
@@ -26,6 +31,7 @@ class InFlightBatch:
     decodes: Shape
     since: float
     sampling: Sequence[VllmSeq]
+    first_due: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,11 @@ class VllmView(View):
     prefilling: Sequence[VllmSeq] = ()
     decodes: Shape = NO_BATCH
     decode_blocks: int = 0
+    due_columns: DueColumns = field(default_factory=lambda: DueColumns(()))
+
+    @property
+    def dues(self) -> NDArray[np.float64]:
+        return self.due_columns.compute()
 
 
 class Schedulable(NamedTuple):
@@ -81,7 +92,8 @@ def chunks_of(plan: Plan, view: View) -> dict[str, int]:
     step."""
     chunks = {}
     if plan.decode_all:
-        chunks = {s.id: 1 for s in view.running if s.pending == 1}
+        prefilling = {s.id for s in view.prefilling}
+        chunks = {s.id: 1 for s in view.running if s.id not in prefilling}
         for id in (*plan.preempt, *plan.drop, *plan.handoff):
             chunks.pop(id, None)
     for work in plan.work:
