@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from inspect import Parameter
 from typing import Any
@@ -39,7 +39,7 @@ def on(harness: Callable[..., None], *chosen: str, **settings: Any) -> Callable[
     return made
 
 
-def on_virtual_clock(scenario: Scenario) -> Callable[..., None]:
+def on_virtual_clock(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Make a test of a coroutine that waits on the virtual clock."""
 
     @wraps(scenario)
