@@ -55,14 +55,12 @@ def test_next_token_under_max_pause_is_due_after_the_last_one() -> None:
 
 
 def test_next_token_inside_vllm_under_max_pause_is_due_after_the_last_that_is_out() -> None:
-    own: Any = SimpleNamespace(num_tokens=5, num_in_flight_tokens=1)
+    own: Any = SimpleNamespace(num_in_flight_tokens=1)
     kv: Any = SimpleNamespace()
     seq = VllmSeq(BOUNDED, own, kv, 0, None)
     seq.expected_tokens = 1
-    seq.show_due()
     assert seq.due == pytest.approx(2.05)  # nothing is out yet
     seq.add_tokens([0.1])
-    seq.show_due()
     assert seq.due == pytest.approx(0.4)
     assert not seq.missed
     seq.add_tokens([0.5])
