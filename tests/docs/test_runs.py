@@ -76,6 +76,7 @@ def log_of_steps(workload: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarking.md", "capacity.md", "slos.md", "compare.md", "latency.md"])
+@pytest.mark.slow
 def test_commands_work(page: str, desk: Path, server: Server) -> None:
     pytest.importorskip("matplotlib")
     assert main(["workload", "-o", "first.jsonl", "--rate", "10", "--duration", "3"]) == 0
@@ -92,6 +93,7 @@ def test_commands_work(page: str, desk: Path, server: Server) -> None:
         assert main([*given, *([] if "--list" in words else less.split())]) == 0, words
 
 
+@pytest.mark.slow
 def test_the_plan_prints_what_the_page_shows(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHOWN, "--no-progress"]) == 0
     shown = re.findall(r"^>(?: (.*))?$", PAGES["capacity.md"], re.MULTILINE)

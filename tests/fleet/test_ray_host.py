@@ -27,6 +27,8 @@ from tests.kit import Linear, request
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=500, kv_blocks=200, block_size=16)
 SECONDS = 60.0  # after which a test is not merely slow
 
+pytestmark = pytest.mark.slow  # Ray and its processes
+
 
 def make(clock: Clock) -> tuple[Engine, LatencyModel]:
     return Engine(Linear(0.004, 0.00001), LIMITS, clock, lengths={"talk": (5, 7)}), Linear(0.004, 0.00001)
@@ -255,7 +257,6 @@ def slow_in_prediction(clock: Clock) -> tuple[Engine, LatencyModel]:
     return Engine(Linear(0.01, 0.0), replace(LIMITS, kv_blocks=400), clock), Linear(0.0, 0.1)
 
 
-@pytest.mark.slow
 def test_prompts_are_offloaded_across_processes_and_outlive_the_high_priority_replica() -> None:
     """A prompt takes 20 s by prediction and is due after 50: behind another it would be late on an LP, and two in a row
     are in time on the HP. The rest goes back to where it came from."""
@@ -299,7 +300,6 @@ def test_prompts_are_offloaded_across_processes_and_outlive_the_high_priority_re
     assert {fleet.text(id) for id in placed} == {whole}  # nothing twice and nothing missing
 
 
-@pytest.mark.slow
 def test_what_moves_kv_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy 'distserve' needs kv_transfer\. KV does not move between Ray actors"):
         ray_cluster([make, make], WallClock(), ClusterOptions(PolicyChoice("distserve")))

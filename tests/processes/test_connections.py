@@ -49,6 +49,7 @@ def is_open(client: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("begun", ["head", pytest.param("body", marks=pytest.mark.full)])
+@pytest.mark.slow
 def test_health_answers_beside_more_trickling_connections_than_descriptors(start: Start, begun: str) -> None:
     server = start(stall_seconds=STALL, descriptors=256)
     head = b"POST /v1/completions HTTP/1.1\r\n"

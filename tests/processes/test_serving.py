@@ -60,6 +60,7 @@ def all_free(value: Callable[..., float]) -> bool:
     return value("rubato_kv_blocks_free") == value("rubato_kv_blocks_total") and value("rubato_requests_in_flight") == 0
 
 
+@pytest.mark.slow
 def test_two_hundred_at_once_with_a_bounded_queue(start: Start) -> None:
     server = start(max_in_flight=32)
     sums: list[tuple[float, float]] = []

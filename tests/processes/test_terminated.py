@@ -36,6 +36,7 @@ LONG = (
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are looked up in /proc")
 @pytest.mark.parametrize(("words", "starts"), [(FIGURE, 1), (LONG.split(), 2)], ids=["server", "jobs"])
+@pytest.mark.slow
 def test_what_a_command_started_ends_with_it(tmp_path: Path, words: list[str], starts: int) -> None:
     """Its server; jobs that would take minutes yet."""
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

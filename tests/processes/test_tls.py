@@ -120,6 +120,7 @@ def test_a_certificate_that_cannot_be_used(
     assert "wrong" not in server.log
 
 
+@pytest.mark.slow
 def test_keys_from_a_file_and_the_environment(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path.parent / f"{tmp_path.name}.keys"
     keys.write_text("# of team a\nsk-one\n\nsk-two\n")

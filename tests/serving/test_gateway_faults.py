@@ -296,7 +296,7 @@ async def _disturb(setup: Setup, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("seed", "policy", "router", "linked", "seconds", "rate"),
     [
-        (1, "edf", "least_loaded", True, SECONDS / 2, 8.0),
+        pytest.param(1, "edf", "least_loaded", True, SECONDS / 2, 8.0, marks=pytest.mark.slow),
         pytest.param(1, "edf", "least_loaded", True, SECONDS, 20.0, marks=pytest.mark.full),
         pytest.param(2, "polyserve", "auto", True, SECONDS, 20.0, marks=pytest.mark.full),
         pytest.param(3, "edf", "least_loaded", False, SECONDS, 20.0, marks=pytest.mark.full),
