@@ -88,7 +88,7 @@ class ServerKV:
         cached = max(1, prompt - 1) if report is None else report.cached
         handed_off = remote.handed_off_request(id, "prefilled", now, cached)
         assert handed_off is not None, "a request with a trip has a sequence"
-        request = trip.client_progress(handed_off, now)
+        request = trip.client_progress(handed_off, now)  # without the token of the prefill, which no client sees
         self._kv_by_id[id] = KV(cached, KV_PARAMS_FIELD, (), json.dumps(params).encode(), 0), request
         if self.lease is not None:
             self._clock.call_at(now + MAX_LEASE_SHARE * self.lease, PLAN, lambda: self._drop_expired(id, request))

@@ -114,8 +114,8 @@ class Tables:
         return rows, isotonic(np.array(self.lm_head["time"])) * MICROSECOND_S
 
     def attention(self, host_per_seq: float) -> tuple[Array, Array]:
-        """Of decodes: (batches, seconds [batch][i]) at KV totals `knots()[i]`, never falling in the total, nor, with
-        `host_per_seq` added for each sequence, in the batch."""
+        """Returns decode attention as (batches, seconds): `seconds[batch][i]` is for a KV total of `knots()[i]`. It
+        never falls as the total grows, nor, once `host_per_seq` is added for each sequence, as the batch does."""
         total = knots()
         used: list[int] = []
         rows: list[Array] = []

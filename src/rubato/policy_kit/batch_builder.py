@@ -71,8 +71,9 @@ class BatchBuilder:
         return self._decodes
 
     def decode_all(self, but: Sequence[SeqView] = ()) -> bool:
-        """Adds one token of every running decode, before anything else, but for some; returns False if not all fit.
-        With `but`, end with `fold_decodes`."""
+        """Adds one token of every running decode except `but`; call it before anything else is added. Returns False,
+        and adds nothing, if not all fit. With `but`, call `fold_decodes` at the end: a plan's `decode_all` cannot leave
+        any out."""
         seqs, need = self.decodes.seqs - len(but), self.view.decode_blocks
         for seq in but:
             need -= max(0, self._more_blocks(seq, 1))
@@ -211,8 +212,9 @@ class BatchBuilder:
             self.work = {id: work for id, work in self.work.items() if id not in each}
 
     def _fold_left_out(self) -> None:
-        """Does so where `decode_all` left some out; spells the others out if one of these has no token."""
-        singles = {id for s in self._left_out if self.work.get(id := s.id) == Work(id, 1)}
+        """Makes the plan agree with itself where `decode_all` left some out: if each of these has got a single token
+        after all, `decode_all` covers them, too; else the others get work one by one in its place."""
+        singles = {id for id in [s.id for s in self._left_out] if self.work.get(id) == Work(id, 1)}
         if len(singles) == len(self._left_out):
             self.work = {id: work for id, work in self.work.items() if id not in singles}
             return

@@ -67,8 +67,8 @@ def find_fastest_nodes(latency: LatencyModel, base: Shape, decodes: int, kv: int
 def count_paying_nodes(
     latency: LatencyModel, base: Shape, decodes: int, kv: int, likely: Sequence[float], token: float
 ) -> int:
-    """Returns how many of these nodes pay in a step that runs other work, too: those for which the step grows by less
-    than they are worth.
+    """Returns how many of the `likely` nodes pay in a step that runs other work, too: the number for which step time,
+    less the worth of the tokens that it brings, is least.
 
     Args:
         latency: as `find_fastest_nodes`'s.

@@ -138,8 +138,9 @@ class PeakKV:
         final_, left_ = np.append(self._final, final), np.append(self._tokens_left, left)
         last = np.argsort(-left_)  # the last to end first
         final_, left_ = final_[last], left_[last]
-        tokens = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)
-        ends = np.argsort(-tokens)[:MAX_PEAK_ENDS]
+        # Blocks, not rounded, when each ends: of itself and all that end later, each less what it has yet to get.
+        blocks = (final_ - left_ / self._block).cumsum() + left_ / self._block * np.arange(1, len(last) + 1)
+        ends = np.argsort(-blocks)[:MAX_PEAK_ENDS]
         to_come = np.floor((left_ - left_[ends, None]).clip(0.0) / self._block)
         there = np.arange(len(last)) <= ends[:, None]  # those before have ended
         return int(((final_ - to_come) * there).sum(axis=1).max(initial=0.0))

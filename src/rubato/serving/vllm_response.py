@@ -84,6 +84,8 @@ class SloResponse:
         self._reader = ResponseStream(admitted.prompts * admitted.n)
 
     async def send(self, message: Message) -> None:
+        """Passes one message on. The head is held back until it is known whether a 429 takes its place; a JSON body is
+        collected to its end, a stream of chunks goes on chunk by chunk, all else as it comes."""
         if message["type"] == "http.response.start":
             self._start = message
             self._call.is_served = message["status"] == 200
@@ -115,7 +117,7 @@ class SloResponse:
             return False
         if (error := await self._front.refusal(self._call)) is None:
             return False
-        self._body = bytearray()  # later parts are dropped
+        self._body = bytearray()  # `send` collects later parts here, and `_send_body` drops them: the head is gone
         await self._send_error(error)
         return True
 

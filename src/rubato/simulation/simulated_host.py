@@ -120,7 +120,7 @@ class SimulatedHost:
         self._emitted: Mapping[str, Emitted] | None = None  # output of the step under way, where the engine runs it
         self._shape = NO_BATCH  # of that step
         self._version = 0
-        self._planned = False
+        self._plan_is_due = False
         self._repeat_steps = 0  # more steps for which the last plan stands, unless an event comes
         self._refresh = learns or not host_options.counts
         self._live_view = self.replica.view(clock.time)
@@ -230,7 +230,7 @@ class SimulatedHost:
             self._outbox.append(Stepped(now, self.id, shape, seconds))
         self._outbox += events
         run.ends = []
-        self._planned = True
+        self._plan_is_due = True
         if run.chunks and not self._refresh:
             self.view = self._at_once
         for seq in looked_at:
@@ -241,11 +241,11 @@ class SimulatedHost:
         return True
 
     def plan(self, version: int) -> None:
-        """Asks the policy, and begins what it says, unless it was asked since."""
+        """Asks the policy, and begins what it says. Does nothing for an outdated `version`, unless a plan is due."""
         replica = self.replica
-        if replica.run is not None or not (self._planned or version == self._version):
+        if replica.run is not None or not (self._plan_is_due or version == self._version):
             return
-        self._planned = False
+        self._plan_is_due = False
         self._version += 1
         now = self.clock.time
         if replica.recalled:
@@ -269,7 +269,7 @@ class SimulatedHost:
             return
         self._flush()
         self._repeat_steps = 0  # nothing was run that could go on
-        if self._planned:
+        if self._plan_is_due:
             return
         if events:
             self._plan_at(now)
@@ -405,7 +405,7 @@ class SimulatedHost:
         self._repeat_steps = 0
         if self.replica.run is not None:
             self.cut()
-        elif not self._planned:
+        elif not self._plan_is_due:
             self._plan_at(self.clock.time)
 
     def report_steps(self) -> None:
@@ -427,7 +427,7 @@ class SimulatedHost:
             self._end_with(run)
 
     def _plan_at(self, when: float) -> None:
-        self._planned = True
+        self._plan_is_due = True
         self.clock.add(when, PLAN, self, self._version)
 
     def _tell(self, events: Sequence[Event]) -> None:

@@ -125,7 +125,8 @@ def _turns(
         if max_model_len is not None and prompt + output > max_model_len:
             break
         at += gap
-        ids = (*range(of.system // HASH_BLOCK_TOKENS), *range(block, block - (of.system - prompt) // HASH_BLOCK_TOKENS))
+        own_blocks = -((of.system - prompt) // HASH_BLOCK_TOKENS)  # rounded up
+        ids = (*range(of.system // HASH_BLOCK_TOKENS), *range(block, block + own_blocks))
         session_turns.append(
             Arrival(
                 f"{session}-{turn}", at, of.tier, of.tier, prompt, output, blocks=ids, session=session,

@@ -280,7 +280,8 @@ def _check_sessions(arrivals: Sequence[Arrival]) -> None:
 
 
 def _with_later_arrivals(arrivals: Sequence[Arrival], factor: float) -> tuple[Arrival, ...]:
-    """With the times of those that go on from none times `factor`, and all that go on from them as far behind them."""
+    """Returns the arrivals with the times of those that follow none multiplied by `factor`; those that follow one stay
+    as far behind it as they were."""
     later: dict[str, float] = {}  # by how much each is moved
     result: list[Arrival] = []
     for a in arrivals:

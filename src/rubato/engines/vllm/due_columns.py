@@ -31,6 +31,7 @@ class DueColumns:
         if self._dues is not None:
             return self._dues
         seqs = self._seqs
+        # A sequence whose deadlines are to be computed again has None there.
         if not self._deadlines or [seq._deadlines for seq in seqs] != self._deadlines:
             deadlines = [seq.deadlines for seq in seqs]
             # A token after the first is due at `then` + number · `tpot`: without a TPOT, never.
@@ -41,6 +42,7 @@ class DueColumns:
             self._deadlines = [*deadlines]
             self._paused = [i for i, d in enumerate(deadlines) if d.max_pause < inf]
         first, then, tpot, end = self._columns
+        # The number of the next token; 0: the first.
         number = np.array([seq._output + seq.expected_tokens for seq in seqs], dtype=np.float64)
         dues: NDArray[np.float64] = np.minimum(np.where(number > 0.0, then + number * tpot, first), end)
         for i in self._paused:

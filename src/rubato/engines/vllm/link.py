@@ -131,9 +131,10 @@ class Reader:
                     message = decode_for_api_server(socket.recv(1))
                     if isinstance(message, Refused):
                         raise OSError(message.why)
-                    of, number = (type(message), message.engine), message.n
-                    lost = max(0, number - self._numbers.get(of, number - 1) - 1)  # a new core begins at 1
-                    self._numbers[of] = number
+                    kind, number = (type(message), message.engine), message.n
+                    # Numbers go up by one; those of a restarted core begin at 1 again, which is no loss.
+                    lost = max(0, number - self._numbers.get(kind, number - 1) - 1)
+                    self._numbers[kind] = number
                     yield replace(message, lost=lost) if lost else message
 
     def close(self) -> None:

@@ -70,14 +70,15 @@ class VllmMissCauses:
         """Returns the seconds lost to each cause until the first late token."""
         delays: dict[Cause, float] = {}
         times, late = seq.times_of_stage(), _first_late(seq)
-        waits = [*seq.wait_spans, (inf, inf, "queue")]
+        waits = [*seq.wait_spans, (inf, inf, "queue")]  # after its last wait it runs to its end
+        # After each wait it runs until the next one: a prefill until its next token, then decodes.
         for at, (begin, until, cause) in enumerate(waits[:-1]):
             add_delay(delays, cause, min(until, late) - begin)
             runs_until = min(waits[at + 1][0], late)
-            came = bisect_right(times, until)
-            token = min(times[came] if came < len(times) else inf, runs_until)
-            self._prefill(delays, until, token, seq.request.prompt - seq.cached_at_start, is_restart=at > 0)
-            self._decode(delays, token, runs_until)
+            tokens_before = bisect_right(times, until)
+            token_at = min(times[tokens_before] if tokens_before < len(times) else inf, runs_until)
+            self._prefill(delays, until, token_at, seq.request.prompt - seq.cached_at_start, is_restart=at > 0)
+            self._decode(delays, token_at, runs_until)
         return delays
 
     def _between(self, begin: float, end: float) -> list[_Step]:

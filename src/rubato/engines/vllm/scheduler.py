@@ -220,7 +220,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 continue
             self.running.remove(request)
             self._preempt_request(request, view.now, drop_stale_output=self.requires_kv_delivery)
-        self.rubato.shift(step.plan)
+        self.rubato.record_demotions(step.plan)
         return step
 
     def _give_up_kv(self, request: Any) -> None:
@@ -238,15 +238,16 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @guarded
     def _starting(self, step: PlannedStep) -> list[tuple[Any, Hit]]:
-        """Returns the requests that the plan starts, each with its cached prefix."""
+        """Returns the requests that the plan starts, each with its cached prefix; first those whose prefix has come
+        from another engine."""
         seqs = self.rubato.requests.seqs
         starting = [
             (self.requests[work.seq], self._current_hit(seq))
             for work in step.plan.work
             if (seq := seqs[work.seq]).waiting
         ]
-        landed = [r for r in self._queues.kv_arrived if r.request_id in step.chunks and r.num_computed_tokens]
-        return [*((r, Hit(r.num_computed_tokens, (), None)) for r in landed), *starting]
+        with_kv = [r for r in self._queues.kv_arrived if r.request_id in step.chunks and r.num_computed_tokens]
+        return [*((r, Hit(r.num_computed_tokens, (), None)) for r in with_kv), *starting]
 
     def _carry_out(self, step: PlannedStep, starting: Sequence[tuple[Any, Hit]], throttle_prefills: bool) -> Any:
         """Runs vLLM's own step so that it carries the plan out."""

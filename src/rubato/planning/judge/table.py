@@ -184,8 +184,9 @@ def contrast_sentence(load: Mapping[str, Any], reference: str) -> str:
 
 
 def winner(load: Mapping[str, Any]) -> str | None:
-    """The policy that holds the largest rate on a load; None where none holds any, or several any rate tried."""
-    first, *others = load["policies"]
+    """Returns the policy that holds the largest rate on a load; None where none holds any, or where several hold every
+    rate tried."""
+    first, *others = load["policies"]  # the best comes first
     rate = first["capacity"][FIRST]["rate"]
     if rate is None:
         is_best = _is_unlimited(first["capacity"][FIRST]) and not any(

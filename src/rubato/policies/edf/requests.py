@@ -119,7 +119,7 @@ class Requests:
             return SortedRequests(decodes, *waiting[1:], self._waiting[2] is not waiting or self._waiting[3])
         if here is None:  # one that waits decodes, too: a prefix cache holds all but one of its tokens
             here = self._sort(running, 0, now)
-        jobs, fresh, demoted, late = [*map(add, here, waiting)]
+        jobs, fresh, demoted, late = [*map(add, here, waiting)]  # list by list
         jobs.sort()
         tightest: dict[float, float] = {}
         for job, tpot in zip(jobs, map(tpot_of, map(seq_of, jobs)), strict=True):

@@ -324,12 +324,12 @@ class _BestEffort:
     def __init__(self, view: View, requests: Requests, tried: _Tried, drop: Mapping[str, str]) -> None:
         self._view, self._requests, self._tried, self._drop = view, requests, tried, drop
         self._set_aside = set[str]()
-        self._is_found = False  # what is set aside
+        self._is_found = False  # `_set_aside` is computed
         others = tried.decodes.others
-        own = others if tried.decodes.are_same and others is not None else self._of(view.running)
+        own = others if tried.decodes.are_same and others is not None else self._best_effort_of(view.running)
         self.running = sorted(own, key=ARRIVAL)  # oldest first
 
-    def _of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
+    def _best_effort_of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
         if not self._is_found:
             back = [seq.id for seq in map(seq_of, self._tried.back)]
             ids = {seq.id for seq in map(seq_of, self._tried.set_aside)}
@@ -343,19 +343,20 @@ class _BestEffort:
         own = self.running if running is None else running
         if pending < 1:
             return list(own)
-        short = self._of([s for s in self._view.waiting if s.pending <= pending])
+        short = self._best_effort_of([s for s in self._view.waiting if s.pending <= pending])
         if since > -inf:
             short = [s for s in short if s.request.arrival >= since]
         return sorted([*own, *short], key=ARRIVAL)
 
     def oldest(self) -> SeqView | None:
+        """Returns the oldest one, running or waiting. All that wait are looked at only if one set aside may be it."""
         waiting = self._view.waiting
         running, queued = self.running[:1], self._requests.oldest_best_effort(waiting)
         found = min(running if queued is None else [*running, queued], key=ARRIVAL, default=None)
         waiting_aside = [job for job in self._tried.set_aside if index_of(job) >= FIRST_WAITING_PLACE]
         if found is not None and found.request.arrival < min(map(arrival_of, waiting_aside), default=inf):
             return found
-        return min([*running, *self._of(waiting)], key=ARRIVAL, default=None)
+        return min([*running, *self._best_effort_of(waiting)], key=ARRIVAL, default=None)
 
     def younger(self) -> Sequence[SeqView]:
         """Returns the requests that may lose their KV, latest first: all but the oldest, which needs it for its

@@ -208,8 +208,9 @@ class TierReplica(BookedReplica):
             seconds = self._seconds_in_chunks(ahead, tpot, pending)
         if begin + seconds <= due or self.added_tokens:
             return begin + seconds
-        if not ahead.first_due >= now:  # decodes that were due before are late now
+        if not ahead.first_due >= now:  # not looked up yet (NaN), or due before: those are late now, and lend nothing
             ahead.first_due = self.view.first_decode_due
+        # Until a TPOT before the first decode is due; in a step in flight it gets a token, and is due a TPOT later.
         lead = ahead.first_due + (tpot if begin > now else 0.0) - tpot - begin
         if lead <= tpot or begin + (whole := self._seconds_in_whole(ahead, pending)) > due:
             return inf
@@ -217,6 +218,7 @@ class TierReplica(BookedReplica):
         seconds = self._seconds_in_chunks(ahead, tpot, pending)
         if lead <= tpot or seconds == inf:
             return inf
+        # What does not fit in the lead goes on in chunks.
         return begin + (whole if whole <= lead else lead + (1.0 - lead / whole) * seconds)
 
     def _seconds_in_whole(self, ahead: WorkAhead, pending: int) -> float:
@@ -303,9 +305,9 @@ class TierReplica(BookedReplica):
         return self._line
 
     def _find_rooms(self, line: Sequence[TimedPrompt]) -> Sequence[float]:
-        """Returns a bound for each place in the line: a prompt there cannot leave those behind it in time if its least
-        seconds and the time at which the line begins, divided by the margin, are more; inf at the end. Each is counted
-        as short as possible."""
+        """Returns, for each place in the line, the most seconds that a prompt there may take so that all behind it are
+        in time, if the line began at time 0; inf at the end. It is an upper bound: each counts with its least seconds.
+        For a line that begins later, the caller subtracts that time divided by the margin."""
         rooms, elapsed, least = [inf], sum(map(self._least_seconds, line)), inf
         for timed in reversed(line):
             least = min(least, timed[0] / (1.0 + DELAY_MARGIN_SHARE) - elapsed)

@@ -273,9 +273,11 @@ class RequestBook:
             pace = self._pace
             # While nothing is known of lengths, half of the time is for the decode.
             left = (0.5 * e2e / pace if seq.predicted is None else seq.predicted) - 1.0
+            # In time if its next token is out by `early` at the usual pace, by `latest` at the quickest; one that is
+            # behind is asked for a token a pace, no more.
             early, latest = end - left * pace, end - left * self._quickest
             return max(min(due, early), min(due, now + pace)), min(tpot, pace), now, min(last, max(latest, early))
-        if due == inf and (pending > 1 or not seq.output):
+        if due == inf and (pending > 1 or not seq.output):  # no TTFT: due after `patience`, then always `soon`
             soon, due = min(tpot, self._patience), seq.stage_start + self._patience
             return max(due, now + soon), tpot, due - soon, inf
         return due, tpot, inf, last

@@ -93,15 +93,16 @@ class FleetReplica(BookedReplica):
     def seconds_before(self, prompt: PromptPlan) -> float | None:
         """Returns the seconds of work before a prompt here; None if it could not begin soon, or if it or a prompt here
         would become late. A prompt that is late without it does not count."""
-        now, own_order = self.view.now, prompt.order if prompt.until < inf else inf
-        at = begins = now + self.wait()
+        now, own_order = self.view.now, prompt.order if prompt.until < inf else inf  # what is promised nothing: last
+        at = begins = now + self.wait()  # when the prompts so far end, and when this one begins
         own, is_in_line = prompt.work * self.pace, False
         for order, due, seconds, least in self._waiting_line():
             if not is_in_line and order > own_order:
                 begins, is_in_line = at, True
                 at += own
             at += seconds if at + seconds <= due else least  # an urgent prompt runs in few steps
-            if at + MAX_STEP_DELAY_S > due >= at - own * is_in_line:
+            without = at - own * is_in_line
+            if without <= due < at + MAX_STEP_DELAY_S:  # in time without this prompt, and maybe late with it
                 return None
         if not is_in_line:
             begins = at

@@ -265,7 +265,7 @@ class Scheduler:
         """Admits requests that can be in time with the admitted ones, and lays a grid for all.
 
         Returns:
-            the grid, and the demands of all admitted, by deadlines only if not all paces can be kept
+            the grid, and the demands of all admitted; without the paces of windows where these cannot be kept, too
         """
         view, reader = step.view, step.reader
         candidates = self._find_candidates(step, oldest)
@@ -283,7 +283,8 @@ class Scheduler:
         choose = partial(self._choose_admitted, view, capacity, memory)
         fits = oldest is None or peak_kv(forced, view.limits.block_size).peak_with() <= memory
         best, speculation = choose(forced, new) if fits else (None, NO_SPECULATION)
-        # If the forced are late on every grid, less is asked for, step by step.
+        # If the forced are late on every grid, less is asked for, step by step: the oldest waits; the grid on which
+        # they were admitted stays; the paces of windows are dropped; at last some will be late.
         if best is None and oldest is not None:  # it has to wait until others end; none is added meanwhile
             self._claim = self._claim._replace(due=inf)
             best, speculation = choose(demands, [])
@@ -393,19 +394,19 @@ class Scheduler:
         margin, weight = self._margin(view), step.reader.weight
         planned_demands = [demands[s.id] for s in planned_seqs]
         batch = BatchOrder(view, grid, planned_seqs, planned_demands, self._speculation, margin, weight, self._skipped)
-        bound, max_depth = batch.bounds()
+        batch_seconds, max_depth = batch.bounds()
         drafts, catch_up_seconds = self._speculation.plan_drafts(
-            view, batch.order, max_depth, grid[0].tokens / weight, bound
+            view, batch.order, max_depth, grid[0].tokens / weight, batch_seconds
         )
         order, verified = batch.choose_order()
-        unfinished: set[str] = set()
-        while True:  # until the batch begins no pace too early
-            seconds = bound / (1.0 + margin) - catch_up_seconds
-            filler = BatchFiller(view, seconds, holders, verified, drafts, unfinished)
+        must_not_end: set[str] = set()
+        while True:  # until no prompt or window ends so early that its next pace could not be kept
+            seconds = batch_seconds / (1.0 + margin) - catch_up_seconds
+            filler = BatchFiller(view, seconds, holders, verified, drafts, must_not_end)
             filler.fill(order)
             if not (too_early := self._find_too_early(batch, filler.builder.work)):
                 break
-            unfinished |= too_early
+            must_not_end |= too_early
         builder = filler.builder
         if rest:
             reserved = sum(demands[s.id].memory for s in planned_seqs) + sum(blocks_at_end(s, block) for s in holders)
