@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rubato.core.infeasible import StageLengths, find_infeasible
 from rubato.core.request import SLO
 from rubato.core.slo import SLO_RULES
 from rubato.fleet.cluster_options import PolicyChoice
@@ -13,6 +14,7 @@ from rubato.planning import feasibility
 from rubato.simulation.run_spec import RunSpec
 from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, OfferedStage, Workload
+from tests.kit import Linear
 from tests.planning.machine import MACHINE
 
 
@@ -82,3 +84,8 @@ def test_it_says_how_many_of_which_tier_and_why() -> None:
 
 def test_what_does_not_fit_is_infeasible_without_any_slo() -> None:
     assert "is 4100 tokens long and 4096 fit" in feasibility.assess(one(4000, 100, SLO()), MACHINE).text
+
+
+def test_prompt_of_a_later_stage_is_prefilled_with_the_token_before_it() -> None:
+    stages = [StageLengths(10, SLO(), 5, 5), StageLengths(20, SLO(ttft=0.001), 1, 1)]
+    assert (find_infeasible(stages, Linear(), 64) or "").startswith("the prompt of 21 tokens takes ")

@@ -11,12 +11,13 @@ from unittest import mock
 
 import pytest
 
-from rubato.core.events import Demoted, Finished, Offered, Started, Tokens
+from rubato.core.events import Demoted, Finished, Offered, Started, Tokens, Verdict
 from rubato.core.length_prediction import RunningMean
 from rubato.core.plan import Batch, Limits, StepResult
 from rubato.core.request import SLO, Request, Sampling
 from rubato.engines.simulated import Engine
 from rubato.fleet.cluster import retry_after
+from rubato.frontdoor.errors import from_finished
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from tests.kit import on
 from tests.kit.apps import STEP, Edge, Failing, edge
@@ -462,3 +463,8 @@ async def test_the_simulated_engine_stops_where_it_is_told_to(at: Edge) -> None:
         choice = answer["choices"][0]
         told = (choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"])
         assert told == (text, tokens, finish), given
+
+
+def test_kind_of_a_refusal_is_in_a_header_whatever_a_policy_calls_it() -> None:
+    event = Finished(0.0, "a", "refused", "too much now\n\x7fé: try later", Verdict(False, "deadline"))
+    assert ("x-rubato-reject-reason", "too much now???") in from_finished(event, 2.5).headers
