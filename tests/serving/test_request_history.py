@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rubato.core.events import Finished, Offered, Placed, Preempted, Started, Tokens, Verdict
+from rubato.core.events import Demoted, Finished, Offered, Placed, Preempted, Promoted, Started, Tokens, Verdict
 from rubato.core.plan import Limits
 from rubato.core.request import SLO, Request, Stage
 from rubato.frontdoor import history as history_of_requests
 from rubato.frontdoor.history import RequestHistory
-from rubato.frontdoor.request_record import MAX_STEPS
+from rubato.frontdoor.request_record import MAX_STEPS, RequestRecord
 from rubato.frontdoor.slo_fields import Tier, Tiers
 from rubato.policy_kit.fair_share import FairShare
 from rubato.serving import logs
@@ -223,3 +223,14 @@ def test_one_json_line_a_finished_request() -> None:
     assert lines[3]["reason"] == "rejected-rate-limit"
     assert "private" not in json.dumps(lines)
     assert "sk-" not in json.dumps(lines)
+
+
+def test_best_effort_ends_with_the_request() -> None:
+    asked = Request("a", (Stage(10, SLO(ttft=1.0)),))
+    record = RequestRecord(asked)
+    for event in (
+        Offered(0.0, asked), Demoted(1.0, "a"), Promoted(1.5, "a"), Demoted(2.0, "a"),
+        Finished(4.0, "a", "completed", "stop", Verdict(False, "deadline")),
+    ):  # fmt: skip
+        record.add(event)
+    assert (record.best_effort, record.best_effort_since) == (2.5, None)
