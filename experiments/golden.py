@@ -112,6 +112,8 @@ def cases() -> Iterator[tuple[str, str, Callable[[], BenchResult]]]:
         yield case(choice, "turns", turns, prefix_cache=True)
     for choice in DRAFTING:
         yield case(choice, "drafts", near, drafter=DRAFTER)
+    for choice in ("edf", "rubato", "slos_serve"):
+        yield case(choice, "windows", near, slo_rule="windowed")
     for router in ROUTERS:
         yield case(f"vllm@{router}", "three", three, 3, router)
         yield case(f"vllm@{router}", "three, turns", turns, 3, router, prefix_cache=True)
@@ -160,7 +162,9 @@ def check() -> int:
     now = digests()
     if now == recorded():
         return 0
-    print(f"golden.json has other digests of {', '.join(differing(recorded(), now)) or 'other runs'}.")
+    other = {name: [r for r in runs if recorded().get(name, {}).get(r) != runs[r]] for name, runs in now.items()}
+    runs = [f"{name} ({'; '.join(runs)})" for name, runs in other.items() if runs] or ["runs that are no more"]
+    print(f"golden.json has other digests of {', '.join(runs)}.")
     print("If that is meant, in a commit of its own: python -m experiments --behaviour write")
     return 1
 
