@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 
 import experiments
 from rubato.planning.jobs import Job, open_runner
 
 # 31 CPU s, of four papers' figures that run by themselves; and live servers, which take minutes of the wall clock
+ROOT = Path(__file__).parents[1]
 LEFT_OUT = frozenset({"host-today", "simulator-fidelity"})
 
 
@@ -17,11 +19,15 @@ class CheckError(Exception):
 
 
 def run(file: Path, workers: int | None = None) -> int:
-    """Prints each figure's CPU seconds; what `file` says has run does not run again. Its end removes the file. Returns
-    1 where a check does not hold, and stops there. workers: processes (None: one a core; 1: this process)."""
+    """Prints each figure's CPU seconds; what `file` says has run with this very code does not run again. Its end
+    removes the file. Returns 1 where a check does not hold, and stops there. workers: processes (None: one a core)."""
     names = [name for name in experiments.names() if name not in LEFT_OUT]
     alone = [name for name in names if getattr(experiments.load(name), "ALONE", False)]
-    with open_runner(file=file, head={"figures": "quick"}, workers=workers) as runner:
+    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("experiments/**/*.py"), ROOT / "experiments/claims.yaml"]
+    code = blake2b(b"".join(source.read_bytes() for source in sorted(sources))).hexdigest()
+    if file.exists() and code not in file.read_text(encoding="utf-8").partition("\n")[0]:
+        file.unlink()  # of other code or claims
+    with open_runner(file=file, head={"figures": "quick", "code": code}, workers=workers) as runner:
         try:
             # Those that measure time run one at a time, after the others.
             for group in ([name for name in names if name not in alone], *([name] for name in alone)):
