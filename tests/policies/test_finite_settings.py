@@ -20,8 +20,8 @@ def _floats() -> Iterator[tuple[str, str, str, str]]:
     for policy, part, _, _, settings in describe():
         cls = getattr(importlib.import_module(f"rubato.policies.{policy}"), part.capitalize())
         for field in dataclasses.fields(cls):
-            if field.name in settings and "float" in field.type:
-                yield policy, part, field.name, field.type
+            if field.name in settings and "float" in str(field.type):
+                yield policy, part, field.name, str(field.type)
 
 
 FLOATS = list(_floats())

@@ -226,10 +226,10 @@ def test_one_json_line_a_finished_request() -> None:
 
 
 def test_best_effort_ends_with_the_request() -> None:
-    asked = Request("a", (Stage(10, SLO(ttft=1.0)),))
+    asked = Request("a", (Stage(10, SLO(ttft=1.0)),), 0.0)
     record = RequestRecord(asked)
     for event in (
-        Offered(0.0, asked), Demoted(1.0, "a"), Promoted(1.5, "a"), Demoted(2.0, "a"),
+        Offered(0.0, "a", asked), Demoted(1.0, "a"), Promoted(1.5, "a"), Demoted(2.0, "a"),
         Finished(4.0, "a", "completed", "stop", Verdict(False, "deadline")),
     ):  # fmt: skip
         record.add(event)

@@ -81,7 +81,7 @@ def test_what_cannot_be_is_named(engine: dict[str, Any], says: str) -> None:
 
 
 def test_only_a_predictor_without_settings_goes_into_vllm() -> None:
-    with pytest.raises(ConfigError, match="inside vLLM a predictor without settings"):
+    with pytest.raises(ConfigError, match="inside vLLM 'gaussian' has no settings: leave out mean"):
         vllm_command(config(lengths={"kind": "gaussian", "mean": 5}))
 
 

@@ -52,8 +52,12 @@ def test_lengths_are_the_policys_own_or_the_running_mean_unless_the_operator_say
 @pytest.mark.parametrize(
     ("text", "said", "words"),
     [
-        ("lengths: {kind: quantile, least: 9}", {"lengths": None}, "lengths: inside vLLM a predictor without settings"),
-        ("lengths: my.module", {"lengths": None}, "lengths: inside vLLM a predictor without settings"),
+        (
+            "lengths: {kind: quantile, least: 9}",
+            {"lengths": None},
+            "lengths: inside vLLM 'quantile' has no settings: leave out least",
+        ),
+        ("lengths: my.module", {"lengths": None}, "lengths: unknown length predictor 'my.module' inside vLLM"),
         ("latency: roofline", {"latency": {}}, "latency: inside vLLM the model is affine"),
     ],
 )

@@ -52,8 +52,12 @@ def settings_inside_vllm(config: Config, replaced: Collection[str] = ()) -> dict
     if latency is not None:
         settings["latency"] = dict(latency.settings)
     if has_lengths and lengths is not None and (lengths.name not in PREDICTORS or lengths.settings):
-        close = nearest(lengths.name, PREDICTORS)
-        raise ConfigError(f"lengths: inside vLLM a predictor without settings, not {lengths!r}{close}")
+        if lengths.name in PREDICTORS:
+            raise ConfigError(
+                f"lengths: inside vLLM {lengths.name!r} has no settings: leave out {', '.join(lengths.settings)}"
+            )
+        known = f"{nearest(lengths.name, PREDICTORS)}: known are {', '.join(PREDICTORS)}"
+        raise ConfigError(f"lengths: unknown length predictor {lengths.name!r} inside vLLM{known}")
     if has_lengths:
         settings["lengths"] = None if lengths is None else lengths.name
     return settings

@@ -43,11 +43,7 @@ CLOSE_S = 2.0  # for a replica to end by itself: SIGTERM must not take long
 
 
 class RayLink:
-    """Connects to an actor (`server_link.Link`).
-
-    Args:
-        spawn: runs a task of the host.
-    """
+    """Connects to an actor (`server_link.Link`); `spawn` runs a task of the host."""
 
     is_refused = False
 

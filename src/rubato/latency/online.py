@@ -134,7 +134,7 @@ class Online:
         return True
 
     def refit(self, current: Coefficients, offset: float) -> Coefficients | None:
-        """Better coefficients than `current`, or None. `offset`: seconds in every step that are not fitted."""
+        """Returns better coefficients than `current`, or None; `offset` seconds in every step are not fitted."""
         refitted = fit_planes(*self._split(self.window.rows()), offset=offset, prior=current)
         x, y, seconds = self._split(list(self._recent))
         with np.errstate(divide="ignore"):

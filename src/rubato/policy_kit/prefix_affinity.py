@@ -121,8 +121,8 @@ class _Redirection:
         return loads([view])[0] + self._queued[view.id] + DECODE_TO_COME_TOKENS * self._count[view.id]
 
     def _keeps_slo(self, seq: SeqView, view: View, cached: int, more: int, saved: int) -> bool:
-        """Returns whether `view` keeps its SLO. `more`: its load beyond the router's choice; `saved`: tokens not
-        computed there."""
+        """Returns whether `view` keeps its SLO, where its load is `more` than that of the router's choice, and `saved`
+        tokens are not computed."""
         has_slo = not (seq.best_effort or seq.id in self._demoted)
         due, tpot = (seq.due, seq.slo.tpot) if has_slo else (inf, None)
         if due == inf:

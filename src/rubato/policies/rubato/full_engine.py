@@ -28,9 +28,17 @@ ROUNDING = 1.0 + 1e-9  # the plan's own bounds are rounded otherwise
 
 @dataclass(slots=True)
 class _State:
-    """What a plan found. waiting, requests: of the view, the latter running. tpots: of these. prompt_due: of the first
-    prompt. until: when a waiting request becomes late, or best effort gets turns. steps: that may pass before a decode
-    has more output than its prediction can explain. unpredicted: a decode of unknown length."""
+    """Holds what a plan found.
+
+    Args:
+        waiting: the view's.
+        requests: that run.
+        tpots: of these (s).
+        prompt_due: when the first prompt is due (s).
+        until: when a waiting request becomes late, or best effort gets turns (s).
+        steps: that may pass before a decode has more output than its prediction can explain.
+        unpredicted: a decode of unknown length.
+    """
 
     waiting: Sequence[SeqView]
     requests: list[Request]
@@ -42,7 +50,7 @@ class _State:
 
 
 class FullEngine:
-    """Remembers the last plan of all requests. reserve: seconds kept before a deadline."""
+    """Remembers the last plan of all requests; `reserve` seconds are kept before a deadline."""
 
     def __init__(self, reserve: float) -> None:
         self._reserve = reserve
