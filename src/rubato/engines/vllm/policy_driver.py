@@ -260,7 +260,7 @@ class PolicyDriver:
         return step
 
     @guarded
-    def record_demotions(self, plan: Plan) -> None:
+    def shift(self, plan: Plan) -> None:
         """Records a plan's demotions and promotions."""
         if not (plan.demote or plan.promote):
             return

@@ -220,7 +220,7 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
                 continue
             self.running.remove(request)
             self._preempt_request(request, view.now, drop_stale_output=self.requires_kv_delivery)
-        self.rubato.record_demotions(step.plan)
+        self.rubato.shift(step.plan)
         return step
 
     def _give_up_kv(self, request: Any) -> None:
