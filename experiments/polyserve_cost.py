@@ -23,7 +23,7 @@ from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 
 SOURCE = "PolyServe, §5.4 and Fig. 8"
-SECONDS = 150.0
+SECONDS = 200.0
 
 DATA, HOST = "uniform-4096-1024", "constant"
 LOADS = (0.2, 0.6, 1.0)  # of the optimum of 20 replicas, co-located

@@ -25,7 +25,7 @@ from rubato.simulation.run_spec import RunSpec, oracle_lengths
 from rubato.simulation.simulate import simulate
 
 SOURCE = "SLOs-Serve, Fig. 11 and §6.1"
-SECONDS = 2.6
+SECONDS = 4.0
 
 RATE = 2.2  # requests/s
 POINTS = 120  # in time

@@ -22,7 +22,7 @@ from rubato.measure.tables import markdown
 from rubato.planning.jobs import Job
 
 SOURCE = "SLOs-Serve, Fig. 10(b), §3.1.1 and §6.5"
-SECONDS = 45.0
+SECONDS = 60.0
 
 REPLICAS = {
     "opt-7b": Replica("opt-6.7b-a100-40g@vllm-2024", "mixed", 3.0),
