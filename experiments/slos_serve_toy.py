@@ -27,7 +27,7 @@ from rubato.simulation.simulate import simulate
 from rubato.workloads import Arrival, Workload
 
 SOURCE = "SLOs-Serve, Fig. 3 and §2.3"
-SECONDS = 1.2
+SECONDS = 0.4
 
 OUTPUT = 40  # tokens, beyond what the figure shows
 LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=6, max_model_len=1024, kv_blocks=1024, block_size=16)
