@@ -111,9 +111,9 @@ def test_ones_own_file_and_module_take_settings(
 
 @every_kind
 def test_an_unknown_name_is_an_error_that_says_what_would_do(kind: Kind) -> None:
-    own = f"one of your own is a FILE.py or a dotted module with a class {kind.own}"
+    own = rf"\(one of your own is a FILE.py or a dotted module with a class {kind.own}\)"
     with pytest.raises(
-        ConfigError, match=f"^unknown {kind.word} '{kind.typo}': did you mean '{kind.packaged}'.; {own}$"
+        ConfigError, match=f"^unknown {kind.word} '{kind.typo}': did you mean '{kind.packaged}'. {own}$"
     ):
         kind.of(kind.typo)
 

@@ -56,8 +56,8 @@ def settings_inside_vllm(config: Config, replaced: Collection[str] = ()) -> dict
             raise ConfigError(
                 f"lengths: inside vLLM {lengths.name!r} has no settings: leave out {', '.join(lengths.settings)}"
             )
-        known = f"{nearest(lengths.name, PREDICTORS)}: known are {', '.join(PREDICTORS)}"
-        raise ConfigError(f"lengths: unknown length predictor {lengths.name!r} inside vLLM{known}")
+        close = nearest(lengths.name, PREDICTORS)
+        raise ConfigError(f"lengths: unknown length predictor {lengths.name!r} inside vLLM{close}")
     if has_lengths:
         settings["lengths"] = None if lengths is None else lengths.name
     return settings

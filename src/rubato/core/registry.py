@@ -85,7 +85,7 @@ class Registry:
         if is_file and not Path(name).is_file():
             raise self.error(f"there is no {self.part} file {name!r}")
         if packaged is None and "." not in name:
-            own = f"; one of your own is a FILE.py or a dotted module with a class {self.attribute}"
+            own = f" (one of your own is a FILE.py or a dotted module with a class {self.attribute})"
             raise self.error(f"unknown {self.part} {name!r}{nearest(name, self.packaged)}{own}")
         target = _module_name(Path(name)) if is_file else str(packaged or name).partition(":")[0]
         try:
