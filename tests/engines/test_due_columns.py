@@ -1,5 +1,6 @@
 """Due times of requests inside vLLM, all at once, are those of each."""
 
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,3 +33,15 @@ def test_due_times_at_once_are_those_of_each() -> None:
                 seq.add_tokens([0.7 + 0.04 * step])
             seq.expected_tokens = (at + step) % 2
     assert DueColumns(()).compute().tolist() == []
+
+
+def test_first_due_is_of_requests_that_have_missed_nothing() -> None:
+    vllms: Any = SimpleNamespace()
+    seqs = [
+        VllmSeq(Request(id, (Stage(10, SLO(at)),), 0.0), vllms, vllms, 0, None) for id, at in (("a", 1.0), ("b", 2.0))
+    ]
+    assert DueColumns(seqs).first_unmissed() == 1.0
+    seqs[0].add_tokens([1.5])
+    assert seqs[0].missed
+    assert DueColumns(seqs).first_unmissed() == 2.0
+    assert DueColumns(()).first_unmissed() == inf

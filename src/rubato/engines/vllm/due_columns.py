@@ -49,3 +49,9 @@ class DueColumns:
             dues[i] = seqs[i].due
         self._dues = dues
         return dues
+
+    def first_unmissed(self) -> float:
+        """Returns the earliest of those of requests that have missed nothing yet: the others' tokens are late for
+        nothing more."""
+        missed = np.array([seq._missed for seq in self._seqs], dtype=bool)
+        return float(self.compute()[~missed].min(initial=inf))

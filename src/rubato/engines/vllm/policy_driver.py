@@ -125,7 +125,7 @@ class PolicyDriver:
 
     # ----------------------------------------------------------------- one step
 
-    def view(self, schedulable: Schedulable) -> View:
+    def view(self, schedulable: Schedulable) -> VllmView:
         """Returns the policy's view. Requests that are not known here are left out."""
         waiting, running, moving, places, kv_taken = schedulable
         now, seqs, hidden = self.clock.now(), self.requests.seqs, self.commands.hidden_ids
@@ -240,7 +240,7 @@ class PolicyDriver:
         return is_kept
 
     @guarded
-    def plan(self, view: View) -> PlannedStep | None:
+    def plan(self, view: VllmView) -> PlannedStep | None:
         """Returns the policy's checked plan; None if the policy raises or plans the impossible: vLLM then schedules the
         step in its own order."""
         if not view.waiting and not view.running:
@@ -288,7 +288,7 @@ class PolicyDriver:
         seqs, entries, drafting = self.requests.seqs, list[tuple[int, int]](), list[tuple[int, int]]()
         most, decodes, kv, step = self.drafts.max_tokens, 0, 0, self._planned
         self._planned = None
-        first_due = float(step.view.dues.min(initial=inf)) if step is not None else -inf
+        first_due = step.view.due_columns.first_unmissed() if step is not None else -inf
         if step is not None and runs_all_decodes(step) and step.chunks == output.num_scheduled_tokens:
             view = step.view
             for seq in (sampling := [seqs[id] for id in step.chunks]):

@@ -18,7 +18,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from rubato.core.interfaces import View
 from rubato.core.plan import Limits
 from rubato.core.request import NOTHING, HandoffReason
 from rubato.engines.vllm.deviations import Deviations
@@ -30,7 +29,7 @@ from rubato.engines.vllm.policy_driver import PolicyDriver
 from rubato.engines.vllm.queues import Queues
 from rubato.engines.vllm.sequence import Hit, VllmSeq
 from rubato.engines.vllm.settings import Settings, settings_of
-from rubato.engines.vllm.step_parts import PlannedStep
+from rubato.engines.vllm.step_parts import PlannedStep, VllmView
 
 
 class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -199,12 +198,12 @@ class PolicyMixin(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
         return output
 
     @guarded
-    def view(self) -> View:
+    def view(self) -> VllmView:
         """Returns the policy's view of the requests that can be scheduled now."""
         self.rubato.commands.hide_untracked(self.rubato.limits.max_num_seqs // 2)
         return self.rubato.view(self._queues.schedulable())
 
-    def _make_step(self, view: View) -> PlannedStep | None:
+    def _make_step(self, view: VllmView) -> PlannedStep | None:
         """Returns the policy's plan, with its drops, hand-offs and preemptions carried out; None after a fault."""
         step: PlannedStep | None = self.rubato.plan(view)
         if step is None:

@@ -23,7 +23,7 @@ class InFlightBatch:
         decodes: the part of its shape that decodes.
         since: when it began (s).
         sampling: requests that get at least one token.
-        first_due: no token after a request's first is due earlier (s); -inf: unknown.
+        first_due: of requests that had missed nothing, no token after the first is due earlier (s); -inf: unknown.
     """
 
     output: Any  # vLLM's SchedulerOutput
@@ -43,7 +43,7 @@ class PlannedStep:
         depths: tokens to draft of each request.
     """
 
-    view: View
+    view: VllmView
     plan: Plan
     chunks: Mapping[str, int]
     depths: Mapping[str, int]

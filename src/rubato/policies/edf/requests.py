@@ -21,7 +21,7 @@ from rubato.policy_kit.recent_losses import RecentLosses
 RECENT_REQUESTS = 64  # requests among which the tightest TTFT counts
 ARRIVAL, MISSED = attrgetter("request.arrival"), attrgetter("missed")
 FIRST_WAITING_PLACE = 1 << 30  # behind all that run
-Sorted = tuple[list[PrefillJob], list[PrefillJob], list[PrefillJob], list[PrefillJob]]
+Groups = tuple[list[PrefillJob], list[PrefillJob], list[PrefillJob], list[PrefillJob]]
 
 
 @dataclass(slots=True)
@@ -61,6 +61,23 @@ class StrictDecodes:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """Waiting requests as sorted.
+
+    Args:
+        seqs: all of them, in the view's order
+        groups: decodes, prefills that were never demoted, prefills that were, and late requests
+        until: time up to which that is right, if `seqs` stay as they are
+        may_refuse: some of the fresh prefills may prefer a refusal
+    """
+
+    seqs: Sequence[SeqView]
+    groups: Groups
+    until: float = -inf
+    may_refuse: bool = True
+
+
+@dataclass(slots=True)
 class SortedRequests:
     """The requests of one view.
 
@@ -87,8 +104,7 @@ class Requests:
         self.losses = RecentLosses()
         self.best_effort: set[str] = set()
         self.ttfts: deque[float] = deque(maxlen=RECENT_REQUESTS)
-        # Waiting requests as last sorted, until when that is right, and whether some prefer a refusal.
-        self._waiting: tuple[Sequence[SeqView], float, Sorted, bool] = (), 0.0, ([], [], [], []), False
+        self._waiting = _Waiting((), ([], [], [], []))
         self._oldest: tuple[Sequence[SeqView], SeqView | None] = (), None  # best effort among these
         self._decoding: Sequence[SeqView] = ()  # what ran in the last plan, if all of it decoded
         self._same: _SameDecodes | None = None  # the same, once it has run in two plans
@@ -115,19 +131,20 @@ class Requests:
         decodes = self._find_same_decodes(view, running)
         here = self._sort(running, 0, now) if decodes is None else None
         waiting = self._sort_waiting(view.waiting, now)
-        if decodes is not None and not waiting[0]:
-            return SortedRequests(decodes, *waiting[1:], self._waiting[2] is not waiting or self._waiting[3])
+        queued = waiting.groups
+        if decodes is not None and not queued[0]:
+            return SortedRequests(decodes, *queued[1:], waiting.may_refuse)
         if here is None:  # one that waits decodes, too: a prefix cache holds all but one of its tokens
             here = self._sort(running, 0, now)
-        jobs, fresh, demoted, late = [*map(add, here, waiting)]  # list by list
+        jobs, fresh, demoted, late = [*map(add, here, queued)]  # list by list
         jobs.sort()
         tightest: dict[float, float] = {}
         for job, tpot in zip(jobs, map(tpot_of, map(seq_of, jobs)), strict=True):
             if tpot not in tightest:
                 tightest[tpot] = job[0]
-        self._decoding = () if any(here[1:]) or waiting[0] else running
+        self._decoding = () if any(here[1:]) or queued[0] else running
         shape = Shape.decodes(len(jobs), sum([seq.cached for _, _, _, _, seq in jobs]) + len(jobs))
-        are_all = shape.seqs == view.decodes.seqs and not waiting[0]
+        are_all = shape.seqs == view.decodes.seqs and not queued[0]
         decodes = StrictDecodes(shape, tightest, lambda: jobs, () if are_all else None, False)
         return SortedRequests(decodes, sorted(fresh), demoted, late, may_refuse=True)
 
@@ -138,14 +155,15 @@ class Requests:
             return None
         same = self._same
         if same is None or same.running is not self._decoding:
-            strict = [seq for seq in running if seq.id not in self.best_effort]
+            strict, others = list[SeqView](), list[SeqView]()
+            for seq in running:
+                (others if seq.id in self.best_effort else strict).append(seq)
             if any(len(seq.request.stages) > 1 or seq.demoted for seq in strict):  # a stage may change the TPOT
                 return None
             places: dict[float, list[int]] = {}
             for at, seq in enumerate(running):
                 if seq.id not in self.best_effort:
                     places.setdefault(tpot_of(seq), []).append(at)
-            others = [seq for seq in running if seq.id in self.best_effort]
             arrays = {tpot: np.array(at) for tpot, at in places.items()}
             same = self._same = _SameDecodes(self._decoding, strict, others, arrays)
         dues, shape = view.dues, view.decodes
@@ -158,11 +176,11 @@ class Requests:
             shape, tightest, lambda: sorted(self._sort(running, 0, view.now)[0]), same.others, are_same=True
         )
 
-    def _sort(self, seqs: Sequence[SeqView], place: int, now: float) -> Sorted:
+    def _sort(self, seqs: Sequence[SeqView], place: int, now: float) -> Groups:
         """Sorts requests that are not best effort for good into decodes, prefills that were never demoted, prefills
         that were, and late requests; `place` is the place of the first in the queue."""
-        sorted_: Sorted = ([], [], [], [])
-        decodes, fresh, demoted, late = sorted_
+        groups: Groups = ([], [], [], [])
+        decodes, fresh, demoted, late = groups
         tiers, best_effort = self.losses.tiers, self.best_effort
         for at, seq in enumerate([s for s in seqs if s.id not in best_effort], place):
             if seq.id not in tiers:
@@ -186,17 +204,18 @@ class Requests:
                 demoted.append(job)
             else:
                 fresh.append(job)
-        return sorted_
+        return groups
 
-    def _sort_waiting(self, waiting: Sequence[SeqView], now: float) -> Sorted:
+    def _sort_waiting(self, seqs: Sequence[SeqView], now: float) -> _Waiting:
         """Sorts waiting requests, anew only if one of them has changed (`View.waiting`) or is late now."""
-        if waiting is self._waiting[0] and now <= self._waiting[1]:
-            return self._waiting[2]
-        sorted_, self._oldest = self._sort(waiting, FIRST_WAITING_PLACE, now), ((), None)
-        for group in sorted_[:3]:
+        if seqs is self._waiting.seqs and now <= self._waiting.until:
+            return self._waiting
+        groups, self._oldest = self._sort(seqs, FIRST_WAITING_PLACE, now), ((), None)
+        for group in groups[:3]:
             group.sort()
-        if isinstance(waiting, tuple) and not sorted_[-1]:
-            due = min([group[0][0] for group in sorted_ if group], default=inf)
-            prefers = any(seq.request.on_decline == "refuse" for seq in map(seq_of, sorted_[1]))
-            self._waiting = waiting, due, sorted_, prefers
-        return sorted_
+        waiting = _Waiting(seqs, groups)
+        if isinstance(seqs, tuple) and not groups[-1]:
+            waiting.until = min([group[0][0] for group in groups if group], default=inf)
+            waiting.may_refuse = any(seq.request.on_decline == "refuse" for seq in map(seq_of, groups[1]))
+            self._waiting = waiting
+        return waiting

@@ -323,18 +323,17 @@ class _BestEffort:
 
     def __init__(self, view: View, requests: Requests, tried: _Tried, drop: Mapping[str, str]) -> None:
         self._view, self._requests, self._tried, self._drop = view, requests, tried, drop
-        self._set_aside = set[str]()
-        self._is_found = False  # `_set_aside` is computed
-        others = tried.decodes.others
-        own = others if tried.decodes.are_same and others is not None else self._best_effort_of(view.running)
+        self._set_aside: set[str] | None = None  # not looked up yet
+        decodes = tried.decodes  # if nothing else runs, those that are not strict are best effort
+        own = decodes.others or () if decodes.are_same else self._best_effort_of(view.running)
         self.running = sorted(own, key=ARRIVAL)  # oldest first
 
     def _best_effort_of(self, seqs: Iterable[SeqView]) -> list[SeqView]:
-        if not self._is_found:
+        if (set_aside := self._set_aside) is None:
             back = [seq.id for seq in map(seq_of, self._tried.back)]
             ids = {seq.id for seq in map(seq_of, self._tried.set_aside)}
-            self._set_aside, self._is_found = ids.difference(self._drop, back), True
-        best_effort, set_aside = self._requests.best_effort, self._set_aside
+            set_aside = self._set_aside = ids.difference(self._drop, back)
+        best_effort = self._requests.best_effort
         return [s for s in seqs if s.id in best_effort or s.id in set_aside]
 
     def up_to(self, pending: int, running: Sequence[SeqView] | None = None, since: float = -inf) -> list[SeqView]:
